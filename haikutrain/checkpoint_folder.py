@@ -1,0 +1,233 @@
+"""What lies in a checkpoint's folder beside arrays: JSON items that tell and verify what is there.
+
+Needs no Orbax: to list checkpoints and to read what is known of them is to read small text files.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import importlib.metadata
+import json
+import math
+import pathlib
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from haikutrain.errors import UsageError
+from haikutrain.leaves import Keys, Leaf, crc32, join
+from haikutrain.positions import decode, encode
+
+FORMAT = 1
+"""Of the folder; in `meta`."""
+
+RESERVED = ("data", "meta", "checksums", "metrics", "default")
+"""Names that a field of a state cannot have: these items are ours, or Orbax's own."""
+
+
+class CheckpointDamaged(RuntimeError):
+    """What is on disk is not what was saved: a missing, truncated or altered file."""
+
+
+class Folder:
+    """`<directory>/<step>/`, for reading. Every method may raise two errors.
+
+    UsageError: the directory has no checkpoint of that step, or has it no longer.
+    CheckpointDamaged: an item is missing, cannot be read, or is not what its checksum says.
+    """
+
+    def __init__(self, directory: pathlib.Path, step: int):
+        self.directory = directory
+        self.step = step
+
+    @property
+    def path(self) -> pathlib.Path:
+        """Where it is."""
+        return self.directory / str(self.step)
+
+    def meta(self) -> dict[str, Any]:
+        """The metadata."""
+        return self._json("meta")
+
+    def data(self) -> Any:
+        """The input's position, as it was given to `Checkpointer.save`."""
+        return decode(self._json("data")["position"])
+
+    def leaves(self) -> dict[str, Leaf]:
+        """What each leaf of the state is, by path."""
+        return {
+            path: Leaf(tuple(entry["shape"]), entry["dtype"], entry.get("key_impl"))
+            for path, entry in self._checksums["leaves"].items()
+        }
+
+    def verify(self, field: str, arrays: Mapping[str, np.ndarray]) -> None:
+        """Checks that `arrays`, by path, are the leaves of a field that were saved, bit for bit.
+
+        Leaves without elements were not stored and are not expected.
+        """
+        saved = {p: leaf for p, leaf in self.leaves().items() if leaf.size and item_of(p) == field}
+        for path in sorted(saved.keys() | arrays.keys()):
+            if path not in arrays or path not in saved:
+                raise self.damaged(field, f"{path} is missing, or was never saved")
+            array, leaf = arrays[path], saved[path]
+            if (array.shape, array.dtype.name) != (leaf.shape, leaf.dtype):
+                raise self.damaged(field, f"{path} is not {leaf}, as it was saved")
+            if crc32(array) != self._checksums["leaves"][path]["crc32"]:
+                raise self.damaged(field, f"{path} has other values than were saved")
+
+    @contextlib.contextmanager
+    def reading(self, name: str) -> Iterator[None]:
+        """Turns whatever goes wrong in reading an item into one of the two errors."""
+        try:
+            yield
+        except Exception as error:
+            # Never there, or expired and deleted by the trainer while this process was reading.
+            steps = list_steps(self.directory)
+            if self.step not in steps:
+                have = ", ".join(map(str, steps)) or "none"
+                raise UsageError(
+                    f"{self.directory} has no checkpoint of step {self.step}; it has: {have}"
+                ) from error
+            why = str(error).strip().split("\n")[0] or type(error).__name__
+            raise self.damaged(name, why) from error
+
+    def damaged(self, name: str, why: str) -> CheckpointDamaged:
+        """The error that says so."""
+        return CheckpointDamaged(f"checkpoint {self.path} is damaged: item {name}: {why}")
+
+    def _json(self, name: str) -> dict[str, Any]:
+        expected = self._checksums[name]
+        with self.reading(name):
+            value = json.loads((self.path / name / "metadata").read_text())
+            if _json_crc32(value) != expected:
+                raise ValueError("it has other values than were saved")
+        return value
+
+    @functools.cached_property
+    def _checksums(self) -> dict[str, Any]:
+        with self.reading("checksums"):
+            sums = json.loads((self.path / "checksums" / "metadata").read_text())
+            if sums.pop("crc32") != _json_crc32(sums):
+                raise ValueError("it has other values than were saved")
+        return sums
+
+
+def state_fields(state: Any) -> dict[str, Any]:
+    """The fields of a state by name; UsageError for a name that a checkpoint needs itself."""
+    fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+    for name in fields.keys() & set(RESERVED):
+        raise UsageError(f"a field of the state is called {name!r}, a reserved name; rename it")
+    return fields
+
+
+def make_items(
+    step: int,
+    state: Any,
+    table: Mapping[Keys, Leaf],
+    *,
+    meta: Mapping[str, Any],
+    data: Any,
+    metrics: Mapping[str, float],
+) -> dict[str, Any]:
+    """The `meta` and `data` items of a checkpoint of `state`, whose leaves `table` describes.
+
+    Raises ValueError if the caller's `meta` has a name that is added here, TypeError if it is not
+    JSON, UsageError if the position cannot be stored.
+    """
+    stored = {keys[0] for keys, leaf in table.items() if leaf.size}
+    added = {
+        "step": step,
+        "format": FORMAT,
+        "empty": [name for name in state_fields(state) if name not in stored],
+        "metrics": {name: float(value) for name, value in metrics.items()},
+        "versions": _versions(),
+    }
+    if taken := meta.keys() & added.keys():
+        raise ValueError(f"meta has {sorted(taken)} of its own: the checkpointer sets these")
+    # A copy that the caller cannot change while it waits to be written.
+    text = json.dumps({"meta": {**meta, **added}, "data": {"position": encode(data)}})
+    return json.loads(text)
+
+
+def make_checksums(
+    table: Mapping[Keys, Leaf], arrays: Mapping[Keys, np.ndarray], items: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The `checksums` item: of every leaf, of the other JSON items, and of itself."""
+    entries = {}
+    for keys, leaf in table.items():
+        known = {name: value for name, value in vars(leaf).items() if value is not None}
+        entries[join(keys)] = {**known, "crc32": crc32(arrays[keys])}
+    sums = {"leaves": entries, **{name: _json_crc32(value) for name, value in items.items()}}
+    return {**sums, "crc32": _json_crc32(sums)}
+
+
+def item_of(path: str) -> str:
+    """The field that a leaf's path lies in: the name of its Orbax item."""
+    return path.split("/")[0]
+
+
+def _json_crc32(value: Any) -> int:
+    return zlib.crc32(json.dumps(value, sort_keys=True, separators=(",", ":")).encode())
+
+
+def list_steps(directory: pathlib.Path) -> list[int]:
+    """The steps with a committed checkpoint in a directory, ascending; none if it is not there."""
+    try:
+        return sorted(int(path.name) for path in directory.iterdir() if _is_checkpoint(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def find_best(directory: pathlib.Path, metric: str, mode: str) -> int | None:
+    """The step with the best `metric` by `mode` ("max" or "min"), the newest of equals.
+
+    None if no checkpoint has a number for it; NaN is none.
+    """
+    sign = 1 if mode == "max" else -1
+    scores = []
+    for step in list_steps(directory):
+        # A checkpoint that cannot be read, or that is gone by now, is not the best.
+        with contextlib.suppress(CheckpointDamaged, UsageError):
+            value = Folder(directory, step).meta()["metrics"].get(metric, math.nan)
+            if not math.isnan(value):
+                scores.append((sign * value, step))
+    return max(scores)[1] if scores else None
+
+
+def find_checkpoint(path: str | pathlib.Path) -> tuple[pathlib.Path, int | None]:
+    """The directory of checkpoints that a path means, and the step if it names one.
+
+    Args:
+      path: a workdir (which has `checkpoints/`), a directory of checkpoints, or one checkpoint.
+
+    Raises:
+      UsageError: it is none of them, or holds no checkpoint.
+    """
+    path = pathlib.Path(path).absolute()
+    if _is_checkpoint(path):
+        return path.parent, int(path.name)
+    for directory in (path / "checkpoints", path):
+        if list_steps(directory):
+            return directory, None
+    raise UsageError(
+        f"{path} holds no checkpoint; give a workdir, its checkpoints/, or one step's directory"
+    )
+
+
+def _is_checkpoint(path: pathlib.Path) -> bool:
+    # Orbax writes under another name and renames last; an empty directory was made by others.
+    named = re.fullmatch(r"0|[1-9][0-9]*", path.name)
+    return bool(named) and any((path / item).is_dir() for item in ("checksums", "meta"))
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in ("haikutrain", "jax", "orbax-checkpoint"):
+        # A checkout that is not installed has no version.
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found

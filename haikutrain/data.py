@@ -1,0 +1,142 @@
+"""Datasets: the two protocols, arrays in memory, and the data set that travels along.
+
+A dataset answers one of two protocols.
+
+By step: `batch(step, rows)` returns the rows `rows` (a slice) of global batch number `step`, a
+pure function. `batch_size` is the rows of a full batch (default: the config's); `len()` the number
+of batches of a finite one. There is nothing to save and any step can be had at once.
+
+By iterator: iterating yields this process's rows of one global batch after the other; the iterator
+has `get_state()` and `set_state(state)`, where the state is plain data, bytes or arrays. For
+evaluation any iterable of batches will do.
+
+A batch is a pytree of arrays with equal leading size. It belongs to the framework once given: a
+dataset never overwrites a buffer that it has yielded.
+"""
+
+import functools
+import importlib.resources
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from haikutrain.errors import UsageError
+from haikutrain.leaves import by_path
+
+
+class ArrayDataset:
+    """Batches of arrays in memory, by step.
+
+    With a seed: shuffled anew in each epoch, without end; batch number s holds positions s·B to
+    (s+1)·B-1 of the endless row of shuffled epochs, so that nothing is dropped. Without: in order
+    and once, the last batch as small as it comes.
+
+    Args:
+      arrays: a pytree of arrays `[N, ...]`; 64-bit ones are converted to JAX's default width.
+      batch_size: the rows of a global batch, B.
+      seed: of the order, or None.
+
+    Raises:
+      UsageError: no rows, unequal leading sizes, or values that JAX has no dtype for.
+    """
+
+    def __init__(self, arrays: Any, batch_size: int, seed: int | None = None):
+        if batch_size < 1:
+            raise UsageError(f"ArrayDataset: batch_size is {batch_size}; it must be >= 1")
+        self._arrays = jax.tree_util.tree_map_with_path(_as_array, arrays)
+        sizes = {path: leaf.shape[0] for path, leaf in by_path(self._arrays).items()}
+        if len(set(sizes.values())) != 1 or 0 in sizes.values():
+            raise UsageError(f"ArrayDataset: arrays need one equal leading size > 0, got {sizes}")
+        self.num_examples: int = next(iter(sizes.values()))
+        self.batch_size = batch_size
+        self.seed = seed
+        self._epoch = functools.lru_cache(maxsize=2)(self._shuffled)
+
+    def __len__(self) -> int:
+        """The number of batches; raises TypeError for a shuffled, endless dataset."""
+        if self.seed is not None:
+            raise TypeError("a shuffled ArrayDataset has no end")
+        return math.ceil(self.num_examples / self.batch_size)
+
+    def batch(self, step: int, rows: slice = slice(None)) -> Any:
+        """The rows `rows` of global batch `step`: arrays `[B, ...]` or fewer."""
+        begin, end, _ = rows.indices(self.batch_size)
+        first = step * self.batch_size
+        if self.seed is None:
+            last = min(first + end, self.num_examples)
+            return jax.tree.map(lambda a: a[first + begin : last], self._arrays)
+        index = self._positions(first + begin, first + end)
+        return jax.tree.map(lambda a: a.take(index, axis=0), self._arrays)
+
+    def _positions(self, begin: int, end: int) -> np.ndarray:
+        """Row indices at positions [begin, end) of the endless row of epochs."""
+        parts = []
+        while begin < end:
+            epoch, offset = divmod(begin, self.num_examples)
+            size = min(end - begin, self.num_examples - offset)
+            parts.append(self._epoch(epoch)[offset : offset + size])
+            begin += size
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _shuffled(self, epoch: int) -> np.ndarray:
+        return np.random.default_rng([self.seed or 0, epoch]).permutation(self.num_examples)
+
+
+def _as_array(path: Any, leaf: Any) -> np.ndarray:
+    array = np.asarray(leaf)
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    # ml_dtypes' bfloat16 and the like are of NumPy's kind V.
+    numeric = array.dtype.kind in "biufc" or "float" in array.dtype.name
+    if array.ndim == 0 or not numeric:
+        raise UsageError(
+            f"ArrayDataset: {name!r} has dtype {array.dtype} and shape {array.shape}; give numeric "
+            "arrays with one row an example"
+        )
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    narrow = array.astype(dtype, copy=False)
+    if array.dtype.kind in "iu" and narrow is not array and not np.array_equal(narrow, array):
+        raise UsageError(f"ArrayDataset: {name!r} has values too large for {dtype}")
+    return np.ascontiguousarray(narrow)
+
+
+def digits(split: str) -> dict[str, np.ndarray]:
+    """The data set that travels with haikutrain: 8x8 pictures of handwritten digits.
+
+    Args:
+      split: "train" (1437 examples) or "test" (360 held-out ones).
+
+    Returns:
+      `image`: float32 `[N, 8, 8, 1]` in [0, 1]; `label`: int32 `[N]` in 0..9.
+
+    References:
+      E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI, 1998 (CC BY 4.0),
+      as scikit-learn ships it.
+    """
+    if split not in ("train", "test"):
+        raise UsageError(f"digits: split {split!r} does not exist; use 'train' or 'test'")
+    with (importlib.resources.files("haikutrain") / "digits.npz").open("rb") as file:
+        arrays = np.load(file)
+        images, labels = arrays[f"{split}_images"], arrays[f"{split}_labels"]
+    return {
+        "image": images[..., None].astype(np.float32) / 16,
+        "label": labels.astype(np.int32),
+    }
+
+
+def describe(batch: Any) -> dict[str, str]:
+    """Shape and dtype of one row of each array of a batch: `{"image": "float32[8, 8, 1]"}`."""
+    return {
+        path: f"{jax.dtypes.canonicalize_dtype(np.asarray(x).dtype)}{list(np.shape(x)[1:])}"
+        for path, x in by_path(batch).items()
+    }
+
+
+def count_rows(batch: Any, source: str) -> int:
+    """The leading size of a batch; raises UsageError naming `source` if its arrays disagree."""
+    sizes = {path: np.shape(leaf)[:1] for path, leaf in by_path(batch).items()}
+    if len(set(sizes.values())) != 1 or () in sizes.values():
+        found = {path: size[0] if size else "a scalar" for path, size in sizes.items()}
+        raise UsageError(f"{source} gave a batch whose arrays differ in leading size: {found}")
+    return next(iter(sizes.values()))[0]

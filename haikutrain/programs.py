@@ -1,0 +1,255 @@
+"""An experiment's functions as programs on devices, and what the framework does around them.
+
+Each is traced once, before anything is compiled, so that a mistake in an experiment is found at
+the start and so that the state's shapes are known before a checkpoint is opened.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from haikutrain import collectives, devices, experiment, leaves, metrics, optimizers, precision
+from haikutrain.errors import UsageError
+from haikutrain.feed import EvalItem, TrainItem
+from haikutrain.train_state import TrainState
+
+# The config fields that reach an update through the helpers it calls, and where they are off.
+_SHAPING = {
+    "accumulate_steps": (1, "Experiment.gradients"),
+    "precision": (None, "Experiment.gradients"),
+    "grad_clip_norm": (None, "haikutrain.apply_gradients"),
+    "ema_decay": (None, "haikutrain.apply_gradients"),
+}
+
+
+class Programs:
+    """The pmapped init, update and evaluate of an experiment.
+
+    Args:
+      task: the experiment.
+      first_batch: this process's part of the first training batch, `[B, ...]`, on the host.
+
+    Attributes:
+      state: the TrainState's `jax.ShapeDtypeStruct`s.
+
+    Raises:
+      UsageError: the experiment's init returns what cannot be trained.
+    """
+
+    def __init__(self, task: experiment.Experiment, first_batch: Any):
+        self._task = task
+        self._owner = type(task).__name__
+        # In this order for ever: a new consumer of keys takes its key last.
+        self._keys = devices.place(hk.PRNGSequence(task.config.seed).take(3))
+        self._first = devices.place_batch(first_batch)
+        init_key, train_key, _ = self._keys
+        self._init = devices.Program(
+            self._init_function, (init_key, train_key, self._first), in_axes=(None, None, 0)
+        )
+        self.state: TrainState = self._init.output
+        if precision.policy(task.config.precision) is not None:
+            precision.check_network_state(self.state.network_state)
+        self._updates: dict[int, devices.Program] = {}
+        self._evaluates: dict[Any, tuple[devices.Program, dict[str, Any]]] = {}
+
+    # --- init ---
+
+    def _init_function(self, key: Any, train_key: Any, batch: Any) -> TrainState:
+        with experiment.tracing(jnp.int32(0), self._task.config):
+            state = self._task.init(hk.PRNGSequence(key), batch)
+        if not isinstance(state, TrainState):
+            raise UsageError(
+                f"{self._owner}.init returned a {type(state).__name__}; return a "
+                "haikutrain.TrainState"
+            )
+        state = self.with_fresh_extras(state).replace(step=jnp.int32(0), rng=train_key)
+        return collectives.broadcast(jax.tree.map(_strong, state))
+
+    def init(self) -> TrainState:
+        """The state at step 0, on the devices; compiles."""
+        init_key, train_key, _ = self._keys
+        state = self._init(init_key, train_key, self._first)
+        # Two fields may share a buffer (a target network that begins as a copy), and donating a
+        # buffer twice kills the process: `place` gives each leaf its own.
+        return devices.place(devices.snapshot(state))
+
+    def with_fresh_extras(self, state: TrainState) -> TrainState:
+        """The state with the framework's `extras` as they begin at its weights."""
+        return state.replace(extras=experiment.initial_extras(state, self._task.config))
+
+    # --- update ---
+
+    @functools.cached_property
+    def _step(self) -> devices.Traced:
+        part = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self._first)
+        return devices.Traced(self._step_function, self.state, part)
+
+    def _step_function(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        sequence = hk.PRNGSequence(state.rng)
+        # `take`, for `next` reserves as many keys as Haiku's config says.
+        (step_key,) = sequence.take(1)
+        rng, _ = sequence.internal_state
+        own = hk.PRNGSequence(jax.random.fold_in(step_key, lax.axis_index(collectives.AXIS)))
+        with experiment.tracing(state.step, self._task.config) as used:
+            result = self._task.update(state, batch, own)
+        self._check_used(used)
+        if not (isinstance(result, tuple) and len(result) == 2):
+            raise UsageError(f"{self._owner}.update must return (state, metrics)")
+        new, values = result
+        _check_scalars(values, self._owner)
+        learning_rate = optimizers.find_learning_rate(new.opt_state)
+        if learning_rate is not None:
+            values = {"learning_rate": learning_rate, **values}
+        new = jax.tree.map(_strong, new.replace(step=state.step + 1, rng=rng))
+        _check_unchanged(state, new, self._owner)
+        return new, {name: jnp.asarray(v).astype(jnp.float32) for name, v in values.items()}
+
+    def _check_used(self, used: set[str]) -> None:
+        for field, (off, helper) in _SHAPING.items():
+            value = self._task.config[field]
+            if value != off and field not in used:
+                raise UsageError(
+                    f"config.{field}={value!r} would do nothing: {self._owner}.update does not "
+                    f"call {helper}, which applies it; call it, or leave the field out"
+                )
+
+    @property
+    def metric_names(self) -> list[str]:
+        """The training metrics, in the order of a window's sums. Traces the update."""
+        return list(self._step.output[1])
+
+    def update(self, state: TrainState, sums: jax.Array, item: TrainItem) -> tuple[Any, jax.Array]:
+        """Takes the item's steps; `state` is donated. Returns the state and the window's sums."""
+        return self._update_program(item.steps)(state, sums, item.batch)
+
+    def _update_program(self, steps: int) -> devices.Program:
+        if steps not in self._updates:
+
+            def one(carry: Any, batch: Any) -> tuple[Any, None]:
+                state, values = self._step(carry[0], batch)
+                return (state, metrics.accumulate(carry[1], values)), None
+
+            def function(state: Any, sums: Any, batch: Any) -> Any:
+                if steps == 1:
+                    return one((state, sums), batch)[0]
+                return devices.scan(one, (state, sums), batch, steps)[0]
+
+            sums = jax.ShapeDtypeStruct((len(self.metric_names),), jnp.float32)
+            batch = self._first if steps == 1 else _stacked_shapes(self._first, steps)
+            self._updates[steps] = devices.Program(
+                function,
+                (self.state, sums, batch),
+                in_axes=(None, None, int(steps > 1)),
+                donate=(0,),
+            )
+        return self._updates[steps]
+
+    # --- evaluate ---
+
+    def evaluate_names(self, item: EvalItem) -> list[str]:
+        """The metrics of batches that look like `item`. Traces the evaluation."""
+        return list(self._evaluate_program(item)[1])
+
+    def evaluate(self, state: TrainState, split: str, item: EvalItem) -> dict[str, jax.Array]:
+        """Sums of each metric over the real rows of a batch, and their `count`, on the devices.
+
+        Raises:
+          UsageError: a metric is the batch's mean, and the batch is padded.
+        """
+        program, values = self._evaluate_program(item)
+        means = [name for name, value in values.items() if value.ndim == 0]
+        if item.padded and means:
+            raise UsageError(
+                f"evaluation of {split!r}: {means} are means of a batch, and the last batch is "
+                "padded, so that they cannot be exact; return one value an example, [B], or make "
+                "the split a multiple of its batch size"
+            )
+        return program(state, self._keys[2], item.batch, item.mask, item.index)
+
+    def _evaluate_program(self, item: EvalItem) -> tuple[devices.Program, dict[str, Any]]:
+        leaves, treedef = jax.tree.flatten(item.batch)
+        looks = (treedef, *((x.shape, x.dtype) for x in leaves))
+        if looks not in self._evaluates:
+            parts = (item.batch, item.mask, item.index)
+            local = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), parts)
+            traced = devices.Traced(
+                self._evaluate_function, self.state, self._keys[2], local[0], local[2]
+            )
+            _check_rows(traced.output, local[1].shape, self._owner)
+
+            def function(state: Any, key: Any, batch: Any, mask: Any, index: Any) -> Any:
+                sums = metrics.masked_sums(traced(state, key, batch, index), mask)
+                return collectives.psum({"sums": sums, "count": mask.sum(dtype=jnp.float32)})
+
+            program = devices.Program(
+                function, (self.state, self._keys[2], *parts), in_axes=(None, None, 0, 0, 0)
+            )
+            self._evaluates[looks] = program, traced.output
+        return self._evaluates[looks]
+
+    def _evaluate_function(self, state: Any, key: Any, batch: Any, index: Any) -> dict[str, Any]:
+        key = jax.random.fold_in(key, index[0])
+        rngs = hk.PRNGSequence(jax.random.fold_in(key, lax.axis_index(collectives.AXIS)))
+        with experiment.tracing(state.step, self._task.config):
+            values = self._task.evaluate(state, batch, rngs)
+        if not isinstance(values, Mapping):
+            raise UsageError(
+                f"{self._owner}.evaluate returned a {type(values).__name__}; return a dict of "
+                "metrics"
+            )
+        return {name: jnp.asarray(value) for name, value in values.items()}
+
+
+def _strong(leaf: Any) -> jax.Array:
+    """Without a weak type, which would make the next call another trace."""
+    if leaves.is_key(leaf):
+        return leaf
+    return lax.convert_element_type(leaf, jnp.result_type(leaf))
+
+
+def _stacked_shapes(batch: Any, steps: int) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((steps, *x.shape), x.dtype), batch)
+
+
+def _check_scalars(values: Any, owner: str) -> None:
+    if not isinstance(values, Mapping):
+        raise UsageError(f"{owner}.update must return (state, metrics) with a dict of metrics")
+    for name, value in values.items():
+        if jnp.shape(value) != ():
+            raise UsageError(
+                f"{owner}.update: metric {name!r} has shape {list(jnp.shape(value))}; return "
+                "scalars, already averaged over the devices (haikutrain.pmean)"
+            )
+
+
+def _check_rows(values: Mapping[str, Any], rows: tuple[int, ...], owner: str) -> None:
+    for name, value in values.items():
+        if value.shape not in ((), rows):
+            raise UsageError(
+                f"{owner}.evaluate: metric {name!r} has shape {list(value.shape)}; give one value "
+                f"an example, {list(rows)}, or the batch's mean, []"
+            )
+
+
+def _check_unchanged(old: TrainState, new: TrainState, owner: str) -> None:
+    before, after = (
+        {path: str(leaves.describe(path, leaf)) for path, leaf in leaves.by_path(state).items()}
+        for state in (old, new)
+    )
+    changes = [
+        f"{path} was {before.get(path, 'absent')} and is {after.get(path, 'absent')}"
+        for path in dict.fromkeys([*before, *after])
+        if before.get(path) != after.get(path)
+    ]
+    types: list[Any] = [jax.tree.structure(state) for state in (old, new)]
+    if changes or types[0] != types[1]:
+        what = "; ".join(changes) or "its tree has other types"
+        raise UsageError(
+            f"{owner}.update must return a state of the structure, shapes and dtypes that it was "
+            f"given: {what}"
+        )

@@ -1,0 +1,218 @@
+"""How a run begins: the experiment made ready, and its state restored or made."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+
+from haikutrain import config as configs
+from haikutrain import devices
+from haikutrain.checkpoint import Checkpointer, encode, find_checkpoint
+from haikutrain.errors import UsageError
+from haikutrain.experiment import Experiment
+from haikutrain.feed import EvalFeed, TrainFeed
+from haikutrain.programs import Programs
+from haikutrain.train_state import TrainState
+
+_WEIGHTS = ("params", "network_state")
+
+
+class Task:
+    """An experiment made ready to run: its config checked, its data opened, its programs traced.
+
+    Nothing is compiled and nothing written here.
+
+    Raises:
+      UsageError: a mistake in the config, the data or the experiment.
+    """
+
+    def __init__(self, experiment: Experiment):
+        config = experiment.config
+        configs.validate(config, device_count=devices.device_count())
+        if config.compilation_cache is not None:
+            devices.cache_compilations(config.compilation_cache)
+        self.experiment = experiment
+        self.config = config
+        self.config_json = configs.to_json(config)
+        kind = type(experiment)
+        self.name = f"{kind.__module__.replace(':', '.').rpartition('.')[2]}:{kind.__qualname__}"
+        self.feed = TrainFeed(experiment.train_data(), config.batch_size)
+        self.programs = Programs(experiment, self.feed.first)
+        self.eval_feeds = _eval_feeds(experiment)
+        self.best_metric = self._best_metric()
+
+    def check_update(self) -> None:
+        """Traces the update: raises UsageError for what it does wrong."""
+        encode(self.feed.position)
+        self.feed.check_length(self.config.stop_after or self.config.num_steps)
+        self.metric_names = self.programs.metric_names
+
+    def _best_metric(self) -> str | None:
+        """`config.best_metric` as "split/name", checked against what evaluation returns."""
+        wanted = self.config.best_metric
+        names = [
+            f"{split}/{name}"
+            for split, feed in self.eval_feeds.items()
+            for name in self.programs.evaluate_names(feed.shapes)
+        ]
+        if wanted is None or wanted in names:
+            return wanted
+        alone = f"{next(iter(self.eval_feeds), '')}/{wanted}"
+        if len(self.eval_feeds) == 1 and alone in names:
+            return alone
+        raise UsageError(
+            f"config.best_metric={wanted!r} is not what evaluation returns; it returns "
+            f"{', '.join(names) or 'nothing, for there is no eval_data'}"
+        )
+
+    def meta(self, window: Mapping[str, Any], ended: str | None) -> dict[str, Any]:
+        """What a checkpoint says about its run."""
+        return {
+            "experiment": self.name,
+            "config": self.config_json,
+            "data": self.feed.fingerprint(),
+            "window": window,
+            "ended": ended,
+            "devices": devices.device_count(),
+        }
+
+
+def _eval_feeds(experiment: Experiment) -> dict[str, EvalFeed]:
+    splits = experiment.eval_data()
+    if not isinstance(splits, Mapping):
+        splits = {"eval": splits}
+    if "train" in splits:
+        raise UsageError("eval_data has a split named 'train', which the training log uses")
+    size = experiment.config.batch_size
+    return {split: EvalFeed(dataset, split, size) for split, dataset in splits.items()}
+
+
+@dataclasses.dataclass
+class Start:
+    """Where a start begins and ends."""
+
+    state: TrainState
+    """On the devices."""
+    step: int
+    """The state's step."""
+    stop: int
+    """The step at which this start ends: num_steps or stop_after."""
+    zeros: jax.Array
+    """An empty window's sums."""
+    position: Any = None
+    """The data iterator's state; None to begin where it stands."""
+    window: tuple[jax.Array, int] | None = None
+    """The open window's sums and count."""
+    ended: str | None = None
+    """If there is nothing to do: why."""
+
+
+def restore_or_init(task: Task, checkpointer: Checkpointer) -> Start:
+    """The newest checkpoint of the run's own, else `config.restore_from`, else a new state.
+
+    Raises:
+      UsageError: the checkpoint does not fit the experiment; the message names each difference.
+    """
+    step = checkpointer.latest_step()
+    if step is not None:
+        meta = checkpointer.read_meta(step)
+        _check_same_run(task, meta)
+        start = _restored(task, checkpointer, step)
+        start.ended = _ended(task, meta, start)
+        if start.ended is None:
+            logging.info("resuming at step %d from %s", step, checkpointer.directory)
+        return start
+    if task.config.restore_from is not None:
+        return _restored_from(task, task.config.restore_from)
+    logging.info("starting a new run of %d steps", task.config.num_steps)
+    return _start(task, task.programs.init(), 0)
+
+
+def _start(task: Task, state: TrainState, step: int) -> Start:
+    config = task.config
+    stop = min(config.num_steps, config.stop_after or config.num_steps)
+    zeros = devices.place(np.zeros(len(task.programs.metric_names), np.float32))
+    return Start(state, step, stop, zeros)
+
+
+def _restored(task: Task, checkpointer: Checkpointer, step: int) -> Start:
+    restored = checkpointer.restore(step, task.programs.state)
+    start = _start(task, devices.place(restored.state), step)
+    start.position = restored.data
+    window = restored.meta["window"]
+    if window["names"] == task.programs.metric_names:
+        sums = np.array(window["sums"], np.float32)
+        start.window = devices.place(sums), window["count"]
+    return start
+
+
+def _restored_from(task: Task, path: str) -> Start:
+    directory, step = find_checkpoint(path)
+    source = Checkpointer(directory, read_only=True)
+    if step is None:
+        step = choose_step(source, "latest")
+    logging.info("starting from checkpoint %d of %s", step, directory)
+    if task.config.restore_only == "all":
+        return _restored(task, source, step)
+    weights = source.restore(step, task.programs.state, fields=_WEIGHTS).state
+    state = task.programs.init()
+    state = state.replace(**{name: getattr(weights, name) for name in _WEIGHTS})
+    return _start(task, devices.place(task.programs.with_fresh_extras(state)), 0)
+
+
+def choose_step(checkpointer: Checkpointer, checkpoint: str | int) -> int:
+    """The step that "latest", "best" or a number names; raises UsageError if there is none."""
+    steps = checkpointer.steps()
+    if not steps:
+        raise UsageError(f"there is no checkpoint in {checkpointer.directory}")
+    if checkpoint == "latest":
+        return steps[-1]
+    if checkpoint == "best":
+        best = checkpointer.best_step()
+        if best is None:
+            raise UsageError(
+                f"no checkpoint in {checkpointer.directory} was judged; set config.best_metric"
+            )
+        return best
+    if checkpoint not in steps:
+        raise UsageError(
+            f"there is no checkpoint of step {checkpoint} in {checkpointer.directory}; there are "
+            f"{', '.join(map(str, steps))}"
+        )
+    return int(checkpoint)
+
+
+def _check_same_run(task: Task, meta: Mapping[str, Any]) -> None:
+    if meta["experiment"] != task.name:
+        raise UsageError(
+            f"the workdir holds a run of {meta['experiment']}, and this is {task.name}; give "
+            "another --workdir"
+        )
+    for change in configs.check_same_run(meta["config"], task.config):
+        logging.warning("changed since the checkpoint was written: config.%s", change)
+    before, now = meta["data"], task.feed.fingerprint()
+    changes = [
+        f"{name} was {before.get(name)} and is {now[name]}"
+        for name in now
+        if before.get(name) != now[name]
+    ]
+    if changes:
+        raise UsageError(
+            f"train_data has changed since the checkpoint was written, so that the run could not "
+            f"go on as it was: {'; '.join(changes)}; put it back, or start in another workdir "
+            "(restore_from takes the weights along)"
+        )
+
+
+def _ended(task: Task, meta: Mapping[str, Any], start: Start) -> str | None:
+    num_steps = task.config.num_steps
+    if start.step >= num_steps:
+        return f"is finished: step {start.step} of {num_steps}; raise num_steps to train on"
+    if meta["ended"] is not None and num_steps <= meta["config"]["num_steps"]:
+        return f"has ended at step {start.step} ({meta['ended']}); raise num_steps to train on"
+    if start.step >= start.stop:
+        return f"is at step {start.step}, and stop_after is {start.stop}; raise it to train on"
+    return None

@@ -1,0 +1,267 @@
+"""The loops: train() and evaluate(). train says when; the experiment says what; hooks watch."""
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from absl import logging
+
+from haikutrain import devices, writers
+from haikutrain.checkpoint import Checkpointer
+from haikutrain.experiment import Experiment
+from haikutrain.hooks import Hook, Log, StepInfo, every
+from haikutrain.metrics import Mean, Window
+from haikutrain.start import Start, Task, choose_step, restore_or_init
+from haikutrain.train_state import TrainState
+from haikutrain.workdir import Workdir
+
+Evaluations = dict[str, dict[str, float]]
+
+
+def train(
+    experiment: Experiment, workdir: str | os.PathLike[str], *, overrides: Sequence[str] = ()
+) -> TrainState:
+    """Trains until `config.num_steps` or `config.stop_after`; resumes what is in `workdir`.
+
+    Args:
+      experiment: what to train, with its config.
+      workdir: the folder of the run, created if need be.
+      overrides: how the config differs from its file's, to be written down.
+
+    Returns:
+      The last state, on the devices.
+
+    Raises:
+      UsageError: a mistake in the config, the data, the experiment or the workdir; found before
+        anything is compiled.
+      ReplicasDiffer: an update gave different values on different devices.
+    """
+    task = Task(experiment)
+    folder = Workdir(workdir)
+    folder.check_owner(task.name)
+    folder.check_writable()
+    task.check_update()
+    with contextlib.closing(_checkpointer(task, folder)) as checkpointer:
+        start = restore_or_init(task, checkpointer)
+        if start.ended is not None:
+            logging.info("%s %s", folder.path, start.ended)
+            return start.state
+        folder.claim(task.name, task.config_json, overrides)
+        with contextlib.closing(_Run(task, folder, checkpointer, start)) as run:
+            return run.loop(start)
+
+
+def evaluate(
+    experiment: Experiment, workdir: str | os.PathLike[str], checkpoint: str | int = "latest"
+) -> Evaluations:
+    """Evaluates a checkpoint on every split; appends the result to `metrics_eval.jsonl`.
+
+    Args:
+      experiment: the one that was trained.
+      workdir: the folder of its run.
+      checkpoint: "latest", "best" or a step.
+
+    Returns:
+      For each split its metrics: exact means over all its examples.
+    """
+    task = Task(experiment)
+    state = _restored(task, workdir, checkpoint)
+    results = evaluate_splits(task, state)
+    if devices.is_main_process():
+        step = int(state.step)
+        log = writers.JsonLines(Workdir(workdir).metrics_eval, resume_step=None)
+        with contextlib.closing(log):
+            for split, values in results.items():
+                log.write(step, split, values)
+    return results
+
+
+def restore(
+    experiment: Experiment, workdir: str | os.PathLike[str], checkpoint: str | int = "latest"
+) -> TrainState:
+    """The state of a checkpoint, on the devices. Arguments as for `evaluate`."""
+    return _restored(Task(experiment), workdir, checkpoint)
+
+
+def _restored(task: Task, workdir: str | os.PathLike[str], checkpoint: str | int) -> TrainState:
+    folder = Workdir(workdir)
+    folder.check_owner(task.name)
+    with contextlib.closing(_checkpointer(task, folder, read_only=True)) as checkpointer:
+        step = choose_step(checkpointer, checkpoint)
+        logging.info("reading checkpoint %d of %s", step, folder.path)
+        return devices.place(checkpointer.restore(step, task.programs.state).state)
+
+
+def _checkpointer(task: Task, folder: Workdir, *, read_only: bool = False) -> Checkpointer:
+    return Checkpointer(
+        folder.checkpoints,
+        keep=task.config.keep_checkpoints,
+        best_metric=task.best_metric,
+        best_mode=task.config.best_mode,
+        read_only=read_only,
+    )
+
+
+def evaluate_splits(task: Task, state: TrainState) -> Evaluations:
+    """Every split's metrics: exact means over all its examples, on any number of devices."""
+    results = {}
+    for split, feed in task.eval_feeds.items():
+        ahead = devices.RunAhead()
+        parts = []
+        for item in feed.items():
+            parts.append(task.programs.evaluate(state, split, item))
+            ahead.add(parts[-1]["count"])
+        mean = Mean()
+        for part in jax.device_get(parts):
+            mean.add(part["sums"], part["count"])
+        results[split] = mean.result()
+    return results
+
+
+class ReplicasDiffer(RuntimeError):
+    """An update gave different values on different devices; the message names the leaves."""
+
+
+class _Run:
+    """What one start of a run keeps beside the state."""
+
+    def __init__(self, task: Task, folder: Workdir, checkpointer: Checkpointer, start: Start):
+        self._task = task
+        self._checkpointer = checkpointer
+        self._position = start.position
+        self._evaluations: tuple[Evaluations, int | None] = {}, None
+        self._window = Window(task.programs.metric_names, start.zeros)
+        if start.window is not None:
+            self._window.sums, self._window.count = start.window
+        self._writer, self._progress = _open_writers(task, folder, start.step)
+        config = task.config
+        self._log = Log(self._window, config.log_every, config.batch_size, self._write_train)
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def loop(self, start: Start) -> TrainState:
+        """Runs updates until the end; the only place where a state changes."""
+        state, step, stop = start.state, start.step, start.stop
+        sums = self._window
+        ahead = devices.RunAhead()
+        hooks = self._hooks(stop)
+        info = None
+        with self._task.feed.items(_plan(step, stop, self._task.config), start.position) as items:
+            for item in items:
+                state, sums.sums = self._task.programs.update(state, sums.sums, item)
+                sums.count += item.steps
+                step += item.steps
+                self._position = item.position
+                ahead.add(sums.sums)
+                info = self._info(step, item.steps, state)
+                for hook in hooks:
+                    hook(info)
+                if info.stop_reason is not None:
+                    break
+        if info is not None:
+            self._finish(info)
+        return state
+
+    def _info(self, step: int, steps: int, state: TrainState) -> StepInfo:
+        evaluations, evaluations_step = self._evaluations
+        return StepInfo(
+            step=step,
+            steps=steps,
+            num_steps=self._task.config.num_steps,
+            state=state,
+            evaluations=evaluations,
+            evaluations_step=evaluations_step,
+        )
+
+    def _hooks(self, stop: int) -> list[Hook]:
+        config = self._task.config
+
+        def save(info: StepInfo) -> None:
+            # The last save of a start says how it ended: `_finish` makes it.
+            if info.step < stop and info.stop_reason is None:
+                self._save(info, ended=None)
+
+        hooks: list[Hook] = [self._log]
+        if config.eval_every is not None:
+            hooks.append(every(config.eval_every, self._evaluate))
+        hooks.extend(self._task.experiment.hooks())
+        hooks.append(every(config.checkpoint_every, save))
+        hooks.append(lambda info: self._progress(info.step))
+        return hooks
+
+    def _finish(self, info: StepInfo) -> None:
+        ended = info.stop_reason
+        if info.step >= info.num_steps:
+            ended = ended or "reached num_steps"
+        if ended is not None:
+            self._log.close(info)
+            self._evaluate(info)
+        self._save(info, ended=ended)
+        self._checkpointer.wait()
+        if ended is not None:
+            logging.info("the run has ended at step %d: %s", info.step, ended)
+
+    def _write_train(self, step: int, means: dict[str, float]) -> None:
+        self._writer.write(step, "train", means)
+
+    def _evaluate(self, info: StepInfo) -> None:
+        if self._evaluations[1] != info.step:
+            self._log.settle(info)
+            with self._log.stopwatch.paused():
+                results = evaluate_splits(self._task, info.state)
+                for split, values in results.items():
+                    self._writer.write(info.step, split, values)
+                self._evaluations = results, info.step
+        info.evaluations, info.evaluations_step = self._evaluations
+
+    def _save(self, info: StepInfo, *, ended: str | None) -> None:
+        # The log must be on disk up to the step before the checkpoint is: a run that resumes from
+        # it never writes those lines again.
+        self._log.settle(info)
+        with self._log.stopwatch.paused():
+            # A save out of turn is not judged: the log must be that of the uninterrupted run.
+            judged = ended is not None or info.crossed(self._task.config.checkpoint_every)
+            if self._task.best_metric is not None and judged:
+                self._evaluate(info)
+            self._writer.flush()
+            if different := devices.drifted(info.state):
+                raise ReplicasDiffer(
+                    f"at step {info.step} these are not equal on all devices: "
+                    f"{', '.join(different)}; average them in update (haikutrain.pmean, "
+                    "haikutrain.apply_gradients)"
+                )
+            current = {} if self._evaluations[1] != info.step else self._evaluations[0]
+            self._checkpointer.save(
+                info.step,
+                devices.snapshot(info.state),
+                meta=self._task.meta(self._window.to_json(), ended),
+                data=self._position,
+                metrics={
+                    f"{split}/{name}": value
+                    for split, values in current.items()
+                    for name, value in values.items()
+                },
+            )
+
+
+def _plan(step: int, stop: int, config: Any) -> Iterator[tuple[int, int]]:
+    """(first step, steps) of each call: whole multiples of `steps_per_call`, else single steps."""
+    stride = config.steps_per_call
+    while step < stop:
+        steps = stride if step % stride == 0 and step + stride <= stop else 1
+        yield step, steps
+        step += steps
+
+
+def _open_writers(task: Task, folder: Workdir, step: int) -> tuple[writers.MetricWriter, Any]:
+    if not devices.is_main_process():
+        return writers.Writers([]), lambda step: None
+    console = writers.Console(task.config.num_steps)
+    files = [
+        writers.JsonLines(folder.metrics, resume_step=step),
+        writers.TensorBoard(folder.tensorboard, resume_step=step),
+    ]
+    return writers.Writers([*files, console]), console.progress

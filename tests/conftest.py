@@ -1,0 +1,92 @@
+"""What all tests share: four simulated devices, one compilation cache, the command as users run it."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+import pytest
+
+CACHE = pathlib.Path(tempfile.gettempdir()) / "haikutrain-tests-compiled"
+
+# Before JAX is imported anywhere: subprocesses inherit it.
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE)
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+from haikutrain import devices  # noqa: E402
+
+devices.simulate(4)
+
+CONFIGS = pathlib.Path(__file__).parent / "configs"
+
+
+@pytest.fixture(scope="session")
+def configs() -> pathlib.Path:
+    """The folder of the tests' config files."""
+    return CONFIGS
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """The module `configs/tiny.py`."""
+    spec = importlib.util.spec_from_file_location("tiny", CONFIGS / "tiny.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["tiny"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def command():
+    """Runs `python -m ...` as a user would; returns the finished process, output as text."""
+
+    def run(*args, check=True, timeout=240, **kwargs):
+        done = subprocess.run(
+            [sys.executable, *map(str, args)],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            **kwargs,
+        )
+        assert not check or done.returncode == 0, f"{done.args}\n{done.stdout}\n{done.stderr}"
+        return done
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def main(command):
+    """Runs `python -m haikutrain.main` with these flags."""
+    return lambda *flags, **kwargs: command("-m", "haikutrain.main", *flags, **kwargs)
+
+
+@pytest.fixture(scope="session")
+def digest(command):
+    """The digest of a checkpoint, as the command says it."""
+
+    def run(path, *flags):
+        return command("-m", "haikutrain.inspect", path, "--digest", *flags).stdout.strip()
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def log_lines():
+    """The lines of a run's `metrics.jsonl` of one split, without the two speeds."""
+
+    def read(workdir, split="train"):
+        text = (pathlib.Path(workdir) / "metrics.jsonl").read_text()
+        lines = [json.loads(line) for line in text.splitlines()]
+        speeds = ("steps_per_second", "examples_per_second")
+        return [
+            {name: value for name, value in line.items() if name not in speeds}
+            for line in lines
+            if line["split"] == split
+        ]
+
+    return read

@@ -1,0 +1,350 @@
+import io
+import json
+import logging
+import os
+import pathlib
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+import types
+
+import absl.logging
+import numpy as np
+import pytest
+
+from haikutrain import writers
+from haikutrain.errors import UsageError
+
+# Writes steps 1 to 100 of two splits without a flush, then tears a piece and dies.
+KILLED = """
+import os, signal, sys
+from haikutrain import writers
+kind, path = sys.argv[1:]
+writer = getattr(writers, kind)(path)
+for step in range(1, 101):
+    writer.write(step, "train", {"loss": 1 / step})
+    if step % 10 == 0:
+        writer.write(step, "test", {"loss": 2 / step})
+names = sorted(os.listdir(path)) if os.path.isdir(path) else []
+with open(os.path.join(path, names[-1]) if names else path, "ab") as file:
+    file.write(b'{"step": 101, "spl')
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def write_and_die(kind: str, path: pathlib.Path) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED, kind, str(path)], check=False)
+    assert done.returncode == -signal.SIGKILL
+
+
+def write_steps(writer: writers.MetricWriter, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        writer.write(step, "train", {"loss": 1 / step})
+        if step % 10 == 0:
+            writer.write(step, "test", {"loss": 2 / step})
+
+
+def read_lines(path: pathlib.Path) -> list[dict]:
+    def refuse(name):
+        raise ValueError(f"{name} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def read_events(directory: pathlib.Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing import event_accumulator
+
+    reader = event_accumulator.EventAccumulator(str(directory), size_guidance={"scalars": 0})
+    reader.Reload()
+    tags = reader.Tags()["scalars"]
+    return {tag: [(event.step, event.value) for event in reader.Scalars(tag)] for tag in tags}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_json_lines_killed_at_100_and_resumed_at_40_are_those_of_a_straight_run(tmp_path):
+    straight, killed = tmp_path / "straight.jsonl", tmp_path / "killed.jsonl"
+    writer = writers.JsonLines(straight)
+    write_steps(writer, 1, 60)
+    writer.close()
+    write_and_die("JsonLines", killed)
+    assert killed.read_bytes().count(b"\n") == 110
+    writer = writers.JsonLines(killed, resume_step=40)
+    write_steps(writer, 41, 60)
+    writer.close()
+
+    assert killed.read_bytes() == straight.read_bytes()
+    steps = [line["step"] for line in read_lines(killed) if line["split"] == "train"]
+    assert steps == list(range(1, 61))
+    assert sorted(os.listdir(tmp_path)) == ["killed.jsonl", "straight.jsonl"]
+
+
+@pytest.mark.parametrize("resume_step", [None, 0])
+def test_json_lines_of_a_fresh_run_start_anew(tmp_path, resume_step):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0, "split": "test"}\n{"step": 7, "split": "train"}\n')
+    writers.JsonLines(path, resume_step).close()
+    assert path.read_bytes() == b""
+
+
+def test_json_lines_drop_garbage_and_keep_every_whole_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    good = b'{"step": 1, "split": "train", "loss": 0.1}\n'
+    unended = b'{"step": 2, "split": "train", "loss": 0.2}'
+    path.write_bytes(good + b'\0\0\n[1]\n\n{}\n\xff\xfe\n{"step": "1"}\n17\n' + unended)
+    writers.JsonLines(path, resume_step=sys.maxsize).close()
+    assert path.read_bytes() == good + unended + b"\n"
+
+
+def test_json_lines_say_null_for_what_json_cannot_and_floats_exactly(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    writer = writers.JsonLines(path)
+    scalars = {"a": float("nan"), "b": float("inf"), "c": -float("inf"), "d": 0.1 + 0.2, "e": 3}
+    writer.write(5, "train", scalars)
+    writer.close()
+    assert read_lines(path) == [
+        {"step": 5, "split": "train", "a": None, "b": None, "c": None, "d": 0.1 + 0.2, "e": 3}
+    ]
+
+
+@pytest.mark.parametrize("name", ["step", "split"])
+def test_json_lines_refuse_a_metric_with_the_name_of_a_column(tmp_path, name):
+    writer = writers.JsonLines(tmp_path / "metrics.jsonl")
+    with pytest.raises(UsageError, match=f"metric '{name}'"):
+        writer.write(5, "train", {name: 1.0})
+    writer.close()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b""
+
+
+def test_json_lines_are_whole_whenever_the_cut_is_interrupted(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    old = b'{"step": 1, "split": "train"}\n{"step": 2, "split": "train"}\n'
+    path.write_bytes(old)
+
+    def crash(*_):
+        raise OSError("crash")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", crash)
+        with pytest.raises(OSError, match="crash"):
+            writers.JsonLines(path, resume_step=1)
+    assert path.read_bytes() == old
+    writers.JsonLines(path, resume_step=1).close()
+    assert path.read_bytes() == old[: len(old) // 2]
+
+
+@pytest.mark.parametrize("kind", ["JsonLines", "TensorBoard"])
+def test_a_full_disk_tears_no_line(tmp_path, kind):
+    path = tmp_path / "log"
+    writer = getattr(writers, kind)(path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    failures = 0
+    for step in range(1, 21):
+        if step in (5, 12):  # The "disk" ends in the middle of a piece, and grows later.
+            size = os.fstat(writer._file.fileno()).st_size
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size + 17, hard))
+        try:
+            writer.write(step, "train", {"loss": 1.0})
+        except OSError:
+            failures += 1
+        if step in (8, 15):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    writer.close()
+    assert failures == 8
+    if kind == "JsonLines":
+        steps = [line["step"] for line in read_lines(path)]
+    else:
+        steps = [step for step, _ in read_events(path)["train/loss"]]
+    assert steps == list(range(1, 21))
+
+
+def test_tensorboard_killed_at_100_and_resumed_at_40_shows_each_step_once(tmp_path):
+    write_and_die("TensorBoard", tmp_path)
+    assert len(read_events(tmp_path)["train/loss"]) == 100
+
+    writer = writers.TensorBoard(tmp_path, resume_step=40)
+    write_steps(writer, 41, 60)
+    writer.flush()  # Killed again here: this one is never closed.
+    again = writers.TensorBoard(tmp_path, resume_step=50)
+    write_steps(again, 51, 70)
+    again.close()
+
+    shown = read_events(tmp_path)
+    assert [step for step, _ in shown["train/loss"]] == list(range(1, 71))
+    assert [step for step, _ in shown["test/loss"]] == [10, 20, 30, 40, 50, 60, 70]
+    assert shown["train/loss"][49][1] == pytest.approx(1 / 50, rel=1e-6)
+    writer.close()
+
+
+@pytest.mark.parametrize("resume_step", [None, 0])
+def test_tensorboard_of_a_fresh_run_forgets_an_older_one(tmp_path, resume_step):
+    old = writers.TensorBoard(tmp_path)
+    old.write(0, "train", {"loss": 9.0, "gone": 1.0})
+    old.write(3, "train", {"loss": 9.0})
+    old.close()
+    new = writers.TensorBoard(tmp_path, resume_step)
+    new.write(1, "train", {"loss": 5.0})
+    new.close()
+    assert read_events(tmp_path)["train/loss"] == [(1, 5.0)]
+
+
+def test_tensorboard_reads_files_as_they_were_started_even_if_the_clock_goes_back(
+    tmp_path, monkeypatch
+):
+    for now, loss in ((2_000_000_000.0, 1.0), (2_000_000_000.5, 2.0), (1_900_000_000.0, 3.0)):
+        monkeypatch.setattr(writers, "time", types.SimpleNamespace(time=lambda now=now: now))
+        writer = writers.TensorBoard(tmp_path)
+        writer.write(1, "train", {"loss": loss})
+        writer.close()
+    assert len(os.listdir(tmp_path)) == 3
+    assert read_events(tmp_path)["train/loss"] == [(1, 3.0)]
+
+
+def test_tensorboard_takes_any_number(tmp_path):
+    writer = writers.TensorBoard(tmp_path)
+    writer.write(1, "train", {"nan": float("nan"), "huge": 1e300, "count": 3})
+    writer.close()
+    writer.close()
+    shown = read_events(tmp_path)
+    assert shown["train/count"] == [(1, 3.0)]
+    assert shown["train/huge"] == [(1, float("inf"))]
+    assert np.isnan(shown["train/nan"][0][1])
+
+
+def test_console_lines_are_aligned_with_four_digits(capsys):
+    console = writers.Console(500)
+    speeds = {"steps_per_second": 1234.4, "examples_per_second": 157952.0}
+    console.write(50, "train", {**speeds, "accuracy": 0.9, "loss": 0.321449, "grad_norm": 12.345})
+    console.write(100, "train", {**speeds, "accuracy": 1, "loss": 1.2e-5, "grad_norm": 1e7})
+    console.write(100, "test", {"accuracy": float("nan")})
+    console.progress(100)
+    console.close()
+    assert capsys.readouterr().err.splitlines() == [
+        "step  50/500  train  loss 0.3214  accuracy 0.9000  grad_norm 12.35"
+        "  1234 steps/s  157952 examples/s",
+        "step 100/500  train  loss 1.200e-5  accuracy 1       grad_norm 1.000e7"
+        "  1234 steps/s  157952 examples/s",
+        "step 100/500  test   accuracy nan",
+    ]
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [
+        (0.0, "0.000"), (1.0, "1.000"), (-0.5, "-0.5000"), (999.94, "999.9"), (999.96, "1000"),
+        (99999.6, "100000"), (999999.4, "999999"), (1234567.0, "1.235e6"), (0.0001234, "0.0001234"),
+        (0.00001234, "1.234e-5"), (float("inf"), "inf"), (12, "12"),
+    ],
+)  # fmt: skip
+def test_numbers_are_short(value, text):
+    assert writers._number(value) == text
+
+
+def test_log_lines_stand_above_the_bar_and_the_handler_comes_back(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    handler = absl.logging.get_absl_handler().python_handler
+    monkeypatch.setattr(handler, "stream", terminal)
+    console = writers.Console(500)
+    console.progress(1)
+    assert handler.stream is sys.stderr is not terminal  # rich's proxy
+    logging.getLogger("absl").addHandler(absl.logging.get_absl_handler())
+    absl.logging.warning("careful")
+    logging.getLogger("absl").removeHandler(absl.logging.get_absl_handler())
+    console.write(50, "train", {"loss": 0.5})
+    console.progress(500)
+    console.close()
+    console.close()
+    assert handler.stream is sys.stderr is terminal
+
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())
+    lines = [line.strip() for line in re.split(r"[\r\n]+", plain) if line.strip()]
+    assert sum("careful" in line for line in lines) == 1
+    assert "step  50/500  train  loss 0.5000" in lines
+    assert re.search(r"500/500 .*loss 0\.5000", lines[-1])
+    assert "\x1b[?25h" in terminal.getvalue()  # The cursor is shown again.
+
+
+def test_what_is_printed_to_a_file_does_not_go_to_the_bar(monkeypatch):
+    printed, terminal = io.StringIO(), Terminal()
+    monkeypatch.setattr(sys, "stdout", printed)
+    console = writers.Console(500, terminal)
+    console.progress(1)
+    print("result")
+    console.close()
+    assert printed.getvalue() == "result\n"
+    assert "result" not in terminal.getvalue()
+
+
+def test_a_log_that_goes_to_a_file_stays_there(monkeypatch):
+    log = io.StringIO()
+    monkeypatch.setattr(absl.logging.get_absl_handler().python_handler, "stream", log)
+    console = writers.Console(500, Terminal())
+    console.progress(1)
+    assert absl.logging.get_absl_handler().python_handler.stream is log
+    console.close()
+    assert absl.logging.get_absl_handler().python_handler.stream is log
+
+
+def test_progress_draws_at_most_ten_times_a_second(monkeypatch):
+    clock = types.SimpleNamespace(now=0.0)
+    monkeypatch.setattr(
+        writers, "time", types.SimpleNamespace(monotonic=lambda: clock.now, time=time.time)
+    )
+    terminal = Terminal()
+    console = writers.Console(2000, terminal)
+    for step in range(1, 1001):  # A second.
+        clock.now = step * 1e-3
+        console.progress(step)
+    shown = re.findall(r"(\d+)/2000(?:  (\S+) steps/s  (\S+) left)?", terminal.getvalue())
+    console.close()
+    assert 10 <= len(shown) <= 11  # The first step, then each tenth of a second.
+    assert shown[0] == ("1", "", "")
+    assert all(speed == "1000" for _, speed, _ in shown[1:])
+    assert shown[-1][2] == "0:00:01"
+
+
+@pytest.mark.parametrize("stream", [Terminal, io.StringIO])
+def test_progress_costs_next_to_nothing(stream):
+    console = writers.Console(10**9, stream())
+    console.progress(0)
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        for step in range(20_000):
+            console.progress(step)
+        return time.perf_counter() - start
+
+    assert min(seconds() for _ in range(5)) / 20_000 < 3e-6
+    console.close()
+
+
+def test_an_error_in_one_writer_keeps_nothing_from_the_others(tmp_path):
+    class Broken:
+        def write(self, step, split, scalars):
+            raise OSError("no space")
+
+        def flush(self):
+            raise KeyboardInterrupt
+
+        def close(self):
+            raise OSError("still none")
+
+    first, last = tmp_path / "first.jsonl", tmp_path / "last.jsonl"
+    parts = [writers.JsonLines(first), Broken(), Broken(), writers.JsonLines(last)]
+    all_writers = writers.Writers(parts)
+    with pytest.raises(OSError, match="no space"):
+        all_writers.write(1, "train", {"loss": 1.0})
+    with pytest.raises(KeyboardInterrupt):
+        all_writers.flush()
+    with pytest.raises(OSError, match="still none") as caught:
+        all_writers.close()
+    assert caught.value.__notes__ == ["and in Broken: OSError('still none')"]
+    assert read_lines(first) == read_lines(last) == [{"step": 1, "split": "train", "loss": 1.0}]
+    assert [parts[i]._file.closed for i in (0, 3)] == [True, True]
