@@ -70,18 +70,21 @@ def psum(tree: Any) -> Any:
     return _reduce_floats(tree, lax.psum)
 
 
+def _unsigned(dtype: Any) -> Any:
+    """The unsigned type of as many bits, 32 at most: int4 has 4, though NumPy gives it a byte."""
+    info = jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo
+    return jnp.dtype(f"uint{min(info(dtype).bits, 32)}")
+
+
 def _to_bits(leaf: jax.Array) -> jax.Array:
     """The exact bits of any leaf as uint32."""
     if is_key(leaf):
         leaf = jax.random.key_data(leaf)
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
         leaf = jnp.stack([leaf.real, leaf.imag])
-    if leaf.dtype == jnp.bool_ or leaf.dtype.itemsize < 1:
+    if leaf.dtype == jnp.bool_:
         return leaf.astype(jnp.uint32)
-    if leaf.dtype.itemsize < 4:
-        small = jnp.uint8 if leaf.dtype.itemsize == 1 else jnp.uint16
-        return lax.bitcast_convert_type(leaf, small).astype(jnp.uint32)
-    return lax.bitcast_convert_type(leaf, jnp.uint32)
+    return lax.bitcast_convert_type(leaf, _unsigned(leaf.dtype)).astype(jnp.uint32)
 
 
 def _from_bits(bits: jax.Array, like: jax.Array) -> jax.Array:
@@ -90,12 +93,9 @@ def _from_bits(bits: jax.Array, like: jax.Array) -> jax.Array:
     if jnp.issubdtype(like.dtype, jnp.complexfloating):
         parts = lax.bitcast_convert_type(bits, like.real.dtype)
         return lax.complex(parts[0], parts[1])
-    if like.dtype == jnp.bool_ or like.dtype.itemsize < 1:
+    if like.dtype == jnp.bool_:
         return bits.astype(like.dtype)
-    if like.dtype.itemsize < 4:
-        small = jnp.uint8 if like.dtype.itemsize == 1 else jnp.uint16
-        return lax.bitcast_convert_type(bits.astype(small), like.dtype)
-    return lax.bitcast_convert_type(bits, like.dtype)
+    return lax.bitcast_convert_type(bits.astype(_unsigned(like.dtype)), like.dtype)
 
 
 def broadcast(tree: Any) -> Any:

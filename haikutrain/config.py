@@ -20,6 +20,7 @@ _POSITIVE = (
     "keep_checkpoints",
     "stop_after",
 )
+# The class itself is compared, not how it was named; a notebook does not name it at all.
 # A restored run starts elsewhere only while its workdir has no checkpoint of its own, so what
 # it started from may change afterwards.
 _MAY_CHANGE = {
@@ -29,6 +30,7 @@ _MAY_CHANGE = {
     "keep_checkpoints",
     "steps_per_call",
     "compilation_cache",
+    "experiment",
     "restore_from",
     "restore_only",
 }
@@ -209,14 +211,6 @@ def _check_choices(config: ConfigDict) -> None:
         _refuse("ema_decay", config.ema_decay, "it must lie between 0 and 1, such as 0.999")
     if config.grad_clip_norm is not None and not 0 < config.grad_clip_norm < math.inf:
         _refuse("grad_clip_norm", config.grad_clip_norm, "it must be a positive number")
-    if config.precision is not None:
-        import jmp  # Not above: it imports JAX, which the other rules do without.
-
-        try:
-            jmp.get_policy(config.precision)
-        except (ValueError, KeyError) as error:
-            example = "params=float32,compute=bfloat16,output=float32"
-            _refuse("precision", config.precision, f"{error}; write for example {example!r}")
 
 
 def check_same_run(saved: Mapping[str, Any], config: ConfigDict) -> list[str]:

@@ -98,7 +98,10 @@ def _as_array(path: Any, leaf: Any) -> np.ndarray:
     narrow = array.astype(dtype, copy=False)
     if array.dtype.kind in "iu" and narrow is not array and not np.array_equal(narrow, array):
         raise UsageError(f"ArrayDataset: {name!r} has values too large for {dtype}")
-    return np.ascontiguousarray(narrow)
+    own = np.ascontiguousarray(narrow).view()
+    # Unshuffled batches are views: who writes into one must not change the next epoch.
+    own.flags.writeable = False
+    return own
 
 
 def digits(split: str) -> dict[str, np.ndarray]:

@@ -219,11 +219,13 @@ class Program:
     """A function pmapped over all devices: traced once, when made; compiled at its first call.
 
     Args:
-      function: what each device runs; `AXIS` is bound in it.
+      function: what each device runs; `AXIS` is bound in it. What it returns is replicated.
       arguments: trees of arrays or shapes like those it will be called with.
       in_axes: for each argument None if it is replicated, else where its device axis is.
-      out_axes: None for replicated results, 0 for one more leading axis of devices.
       donate: which arguments' memory the results may take.
+
+    Attributes:
+      output: the shapes of what it returns, without a device axis.
     """
 
     def __init__(
@@ -232,14 +234,14 @@ class Program:
         arguments: Sequence[Any],
         *,
         in_axes: tuple[int | None, ...],
-        out_axes: Any = None,
         donate: tuple[int, ...] = (),
     ):
+        locals_ = [_drop_axis(tree, axis) for tree, axis in zip(arguments, in_axes, strict=True)]
+        traced = Traced(function, *locals_)
+        self.output = traced.output
         self._pmapped = jax.pmap(
-            function, axis_name=AXIS, in_axes=in_axes, out_axes=out_axes, donate_argnums=donate
+            traced, axis_name=AXIS, in_axes=in_axes, out_axes=None, donate_argnums=donate
         )
-        self._lowered = self._pmapped.lower(*map(shapes, arguments))
-        self.output = shapes(self._lowered.out_info)
         self._call: Callable[..., Any] | None = None
 
     def __call__(self, *arguments: Any) -> Any:
@@ -248,5 +250,14 @@ class Program:
             # The executable is as fast as `jit(shard_map)` called directly. With several
             # processes only the wrapper turns this process's arrays into global ones.
             single = jax.process_count() == 1
-            self._call = self._lowered.compile() if single else self._pmapped
+            self._call = self._pmapped.lower(*arguments).compile() if single else self._pmapped
         return self._call(*arguments)
+
+
+def _drop_axis(tree: Any, axis: int | None) -> Any:
+    """The shapes of one device's part."""
+    if axis is None:
+        return shapes(tree)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape[:axis] + x.shape[axis + 1 :], x.dtype), tree
+    )

@@ -102,7 +102,7 @@ def apply_gradients(
     """
     chex.assert_trees_all_equal_shapes(grads, state.params)
     grads, network_state, averages = collectives.pmean((grads, network_state, dict(metrics or {})))
-    norm = optax.global_norm(grads)
+    norm = optax.tree.norm(grads)
     max_norm = _setting("grad_clip_norm")
     if max_norm is not None:
         grads = optimizers.clip_by_global_norm(grads, max_norm, norm)

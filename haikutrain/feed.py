@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import copy
 import inspect
 import itertools
 import queue
@@ -99,7 +100,7 @@ class TrainFeed:
             first = self._dataset.batch(0, self._rows)
         else:
             assert self._iterator is not None
-            start = self._iterator.get_state()
+            start = self.position
             first = next(self._iterator, None)
             self._iterator.set_state(start)
             if first is None:
@@ -134,7 +135,8 @@ class TrainFeed:
     @property
     def position(self) -> Any:
         """Where the iterator stands while no `items` are drawn; None for a dataset by step."""
-        return None if self._iterator is None else self._iterator.get_state()
+        # A copy, for an iterator may hand out the very object that it goes on changing.
+        return None if self._iterator is None else copy.deepcopy(self._iterator.get_state())
 
     @contextlib.contextmanager
     def items(
@@ -172,7 +174,7 @@ class TrainFeed:
                     "(in grain: .repeat())"
                 )
             batches = [self._checked(batch, first + i) for i, batch in enumerate(drawn)]
-            yield batches, self._iterator.get_state()
+            yield batches, self.position
 
     def _checked(self, batch: Any, step: int) -> Any:
         if _signature(batch) != self._signature:
@@ -278,7 +280,7 @@ class EvalFeed:
                     f"{self._source} has no end; give it a length (an ArrayDataset without a seed "
                     "has one)"
                 )
-        elif not hasattr(dataset, "__iter__") or iter(dataset) is dataset:
+        elif not hasattr(dataset, "__iter__") or iter(dataset) is iter(dataset):
             raise UsageError(
                 f"{self._source} is a {type(dataset).__name__}, which cannot be iterated anew for "
                 "each evaluation; return a dataset, or a list of batches"

@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 
 from haikutrain import config, config_file, devices
 from haikutrain.errors import UsageError
-from haikutrain.train import evaluate, train
+from haikutrain.train import evaluate, how_it_ended, train
 
 # Their progress reports would bury ours; their warnings still show.
 _CHATTY_PACKAGES = ("orbax", "jax", "grain")
@@ -185,7 +185,7 @@ def _execute(options: _Options) -> int:
         return 0
     state = train(experiment, workdir, overrides=options.overrides)
     print(_where_things_are(workdir))
-    print(_how_to_go_on(int(state.step), loaded.config, options.command))
+    print(_how_to_go_on(int(state.step), how_it_ended(workdir), loaded.config, options.command))
     return 0
 
 
@@ -200,13 +200,15 @@ def _where_things_are(workdir: str) -> str:
     )
 
 
-def _how_to_go_on(step: int, run_config: ConfigDict, command: Sequence[str]) -> str:
+def _how_to_go_on(
+    step: int, ended: str | None, run_config: ConfigDict, command: Sequence[str]
+) -> str:
     end = run_config.num_steps
-    if step < end:
+    if ended is None and step < end:
         text = f"stopped at step {step} of {end}; to resume:"
     else:
-        end *= 2
-        text = f"finished at step {step}; to train on, raise num_steps:"
+        end = 2 * max(step, end)
+        text = f"finished at step {step} ({ended or 'reached num_steps'}); to train on, raise num_steps:"
         command = [*command, f"--config.num_steps={end}"]
     if run_config.stop_after is not None and run_config.stop_after <= step:
         # The very same command would stop where this one did.

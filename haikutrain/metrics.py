@@ -60,6 +60,8 @@ def accumulate(window: jax.Array, values: Mapping[str, jax.Array]) -> jax.Array:
     Returns:
       float32 `[M]`; for a name in `LAST` the step's own value.
     """
+    if not values:
+        return window
     new = jnp.stack([jnp.asarray(v).astype(jnp.float32) for v in values.values()])
     last = np.array([name in LAST for name in values])
     return jnp.where(last, new, window + new)
@@ -100,9 +102,3 @@ class Window:
         """The open window as plain data, for the checkpoint; waits for the device."""
         sums = np.asarray(self.sums).tolist()
         return {"names": self.names, "sums": sums, "count": self.count}
-
-    def sums_from_json(self, saved: Mapping[str, Any]) -> np.ndarray | None:
-        """The saved sums, float32 `[M]`, or None if the metrics have changed since."""
-        if list(saved["names"]) != self.names:
-            return None
-        return np.array(saved["sums"], np.float32)

@@ -42,7 +42,7 @@ def policy(text: str | None) -> jmp.Policy | None:
         parsed = jmp.get_policy(text)
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise UsageError(
-            f"config.precision={text!r} is no jmp policy; write for instance "
+            f"config.precision={text!r} is no jmp policy ({error}); write for instance "
             "'params=float32,compute=bfloat16,output=float32'"
         ) from error
     plain = {parsed.param_dtype, parsed.compute_dtype, parsed.output_dtype} == {jnp.float32}

@@ -9,13 +9,14 @@ import numpy as np
 from absl import logging
 
 from haikutrain import config as configs
-from haikutrain import devices
+from haikutrain import devices, precision
 from haikutrain.checkpoint import Checkpointer, encode, find_checkpoint
 from haikutrain.errors import UsageError
 from haikutrain.experiment import Experiment
 from haikutrain.feed import EvalFeed, TrainFeed
 from haikutrain.programs import Programs
 from haikutrain.train_state import TrainState
+from haikutrain.workdir import experiment_name, same_experiment
 
 _WEIGHTS = ("params", "network_state")
 
@@ -32,13 +33,13 @@ class Task:
     def __init__(self, experiment: Experiment):
         config = experiment.config
         configs.validate(config, device_count=devices.device_count())
+        precision.policy(config.precision)
         if config.compilation_cache is not None:
             devices.cache_compilations(config.compilation_cache)
         self.experiment = experiment
         self.config = config
         self.config_json = configs.to_json(config)
-        kind = type(experiment)
-        self.name = f"{kind.__module__.replace(':', '.').rpartition('.')[2]}:{kind.__qualname__}"
+        self.name = experiment_name(type(experiment))
         self.feed = TrainFeed(experiment.train_data(), config.batch_size)
         self.programs = Programs(experiment, self.feed.first)
         self.eval_feeds = _eval_feeds(experiment)
@@ -186,7 +187,7 @@ def choose_step(checkpointer: Checkpointer, checkpoint: str | int) -> int:
 
 
 def _check_same_run(task: Task, meta: Mapping[str, Any]) -> None:
-    if meta["experiment"] != task.name:
+    if not same_experiment(meta["experiment"], task.name):
         raise UsageError(
             f"the workdir holds a run of {meta['experiment']}, and this is {task.name}; give "
             "another --workdir"

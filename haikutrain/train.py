@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -71,7 +72,7 @@ def evaluate(
     results = evaluate_splits(task, state)
     if devices.is_main_process():
         step = int(state.step)
-        log = writers.JsonLines(Workdir(workdir).metrics_eval, resume_step=None)
+        log = writers.JsonLines(Workdir(workdir).metrics_eval, resume_step=sys.maxsize)
         with contextlib.closing(log):
             for split, values in results.items():
                 log.write(step, split, values)
@@ -83,6 +84,13 @@ def restore(
 ) -> TrainState:
     """The state of a checkpoint, on the devices. Arguments as for `evaluate`."""
     return _restored(Task(experiment), workdir, checkpoint)
+
+
+def how_it_ended(workdir: str | os.PathLike[str]) -> str | None:
+    """Why the run in `workdir` has ended, by its newest checkpoint; None if it can go on."""
+    checkpointer = Checkpointer(Workdir(workdir).checkpoints, read_only=True)
+    step = checkpointer.latest_step()
+    return None if step is None else checkpointer.read_meta(step)["ended"]
 
 
 def _restored(task: Task, workdir: str | os.PathLike[str], checkpoint: str | int) -> TrainState:

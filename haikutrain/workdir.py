@@ -1,5 +1,6 @@
 """The folder of a run: whose it is, and where things are in it."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -8,6 +9,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from haikutrain.errors import UsageError
+
+
+def experiment_name(kind: type) -> str:
+    """How a run names its experiment: `file:Class`, or `:Class` for one defined in a notebook."""
+    module = kind.__module__.replace(":", ".").rpartition(".")[2]
+    return f"{'' if module in ('__main__', 'builtins') else module}:{kind.__qualname__}"
+
+
+def same_experiment(a: str, b: str) -> bool:
+    """Whether two names may be of one experiment: a notebook may go on with a file's run."""
+    (module_a, _, class_a), (module_b, _, class_b) = a.partition(":"), b.partition(":")
+    return class_a == class_b and (module_a == module_b or "" in (module_a, module_b))
 
 
 class Workdir:
@@ -22,7 +35,8 @@ class Workdir:
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = pathlib.Path(path).absolute()
-        if self.path.exists() and not self.path.is_dir():
+        # `Path.exists` raises where a folder above may not be entered.
+        if os.path.exists(self.path) and not os.path.isdir(self.path):
             raise UsageError(f"workdir {path} is a file; name a folder with --workdir")
         self.config = self.path / "config.json"
         self.checkpoints = self.path / "checkpoints"
@@ -36,7 +50,7 @@ class Workdir:
             owner = json.loads(self.config.read_text())["experiment"]
         except (OSError, ValueError, KeyError, TypeError):
             return
-        if owner != experiment:
+        if not same_experiment(owner, experiment):
             raise UsageError(
                 f"workdir {self.path} holds a run of {owner}, and this is {experiment}; give "
                 "another --workdir"
@@ -44,8 +58,10 @@ class Workdir:
 
     def check_writable(self) -> None:
         """Raises UsageError if the folder can be neither written nor created."""
-        parent = next(p for p in (self.path, *self.path.parents) if p.exists())
+        parent = next(p for p in (self.path, *self.path.parents) if os.path.exists(p))
         try:
+            with contextlib.suppress(FileNotFoundError):
+                os.stat(self.path)  # Raises for a name that is too long.
             with tempfile.TemporaryFile(dir=parent):
                 pass
         except OSError as error:

@@ -353,7 +353,8 @@ MARK = np.arange(4096, dtype=np.uint16)
         ("step", MARK.tobytes(), "step"),
         ("rng", MARK.tobytes(), "rng"),
         ("meta", b"false", ""),
-        ("data", b"12345", ""),
+        ("meta", b"ended", ""),  # Still JSON, of another name.
+        ("data", b"2345", ""),  # Still JSON, of another value.
         ("checksums", b"uint16", ""),
         ("checksums", b"threefry2x32", ""),
         ("checksums", b"linear", ""),
@@ -465,6 +466,19 @@ def test_a_failed_save_is_raised_once_and_the_next_succeeds(tmp_path, monkeypatc
     checkpointer.close()
     assert checkpointer.steps() == [1, 4]
     assert {path.name for path in tmp_path.iterdir()} == {"1", "4"}
+
+
+def test_close_raises_what_the_last_save_failed_with(tmp_path, monkeypatch):
+    def fail(*args):
+        raise OSError(f"no space left for {len(args)} things")
+
+    monkeypatch.setattr(checkpoint_lib, "make_checksums", fail)
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, make_state(), meta={}, data=None)
+    with pytest.raises(OSError, match="no space left"):
+        checkpointer.close()
+    checkpointer.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_save_returns_before_the_commit_and_waits_for_the_one_before(tmp_path, monkeypatch):

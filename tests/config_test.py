@@ -296,7 +296,6 @@ def test_override_that_fits_no_field_is_refused(write, override, expected):
         ({"ema_decay": float("nan")}, ["config.ema_decay=nan"]),
         ({"grad_clip_norm": 0.0}, ["config.grad_clip_norm=0.0", "positive"]),
         ({"grad_clip_norm": float("inf")}, ["config.grad_clip_norm=inf", "positive"]),
-        ({"precision": "params=float99"}, ["config.precision='params=float99'", "float99"]),
         ({"accumulate_steps": 3}, ["config.batch_size=8", "accumulate_steps=3"]),
         ({"steps_per_call": 3}, ["config.steps_per_call=3", "num_steps=1000"]),
         ({"steps_per_call": 4, "stop_after": 6}, ["steps_per_call=4", "stop_after=6"]),
@@ -396,7 +395,6 @@ def test_resume_may_change_the_periods_and_the_experiments_own_fields():
 @pytest.mark.parametrize(
     "field, value, shown",
     [
-        ("experiment", ":Other", 'experiment (":Toy" -> ":Other")'),
         ("seed", 1, "seed (0 -> 1)"),
         ("batch_size", 16, "batch_size (8 -> 16)"),
         ("accumulate_steps", 2, "accumulate_steps (1 -> 2)"),

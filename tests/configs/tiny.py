@@ -4,6 +4,8 @@
 The metric `ids` is a checksum of which examples stood where in the global batch.
 """
 
+import threading
+
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -30,6 +32,7 @@ def get_config(variant=""):
     config.noise = 0.1  # Augmentation on the device.
     config.cross_replica = False
     config.learning_rate = 0.05
+    config.hold_at = 0  # The step after which the process waits, to be killed.
     for word in filter(None, variant.split("-")):
         if word in ("conv", "mlp"):
             config.net = word
@@ -118,3 +121,10 @@ class Tiny(haikutrain.Experiment):
     def eval_data(self):
         test = haikutrain.ArrayDataset(arrays(seed=1, examples=10), 4)
         return {"test": test, "few": haikutrain.ArrayDataset(arrays(seed=2, examples=3), 16)}
+
+    def hooks(self):
+        def hold(info):
+            if info.step == self.config.hold_at:
+                threading.Event().wait()
+
+        return [hold]

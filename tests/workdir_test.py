@@ -1,0 +1,89 @@
+"""The folder of a run: whose it is, and whether it can be used."""
+
+import json
+import os
+
+import pytest
+
+from haikutrain.errors import UsageError
+from haikutrain.workdir import Workdir
+
+
+def test_nothing_is_created_before_the_claim(tmp_path):
+    folder = Workdir(tmp_path / "deep" / "run")
+    folder.check_owner("digits:Digits")
+    folder.check_writable()
+    assert list(tmp_path.iterdir()) == []
+    folder.claim("digits:Digits", {"seed": 0}, ["--config.seed=0"])
+    assert json.loads((tmp_path / "deep" / "run" / "config.json").read_text()) == {
+        "experiment": "digits:Digits",
+        "config": {"seed": 0},
+        "overrides": ["--config.seed=0"],
+    }
+    # No half-written file stays, and a second claim takes the first one's place.
+    folder.claim("digits:Digits", {"seed": 0}, [])
+    assert [path.name for path in folder.path.iterdir()] == ["config.json"]
+    assert json.loads(folder.config.read_text())["overrides"] == []
+
+
+def test_the_paths_are_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = Workdir("run")
+    monkeypatch.chdir("/")
+    for path in (folder.path, folder.checkpoints, folder.metrics, folder.tensorboard):
+        assert path.is_relative_to(tmp_path / "run")
+
+
+def test_another_experiments_run_is_refused(tmp_path):
+    Workdir(tmp_path).claim("digits:Digits", {}, [])
+    Workdir(tmp_path).check_owner("digits:Digits")
+    with pytest.raises(UsageError) as caught:
+        Workdir(tmp_path).check_owner("cifar:ResNet")
+    for word in (str(tmp_path), "digits:Digits", "cifar:ResNet", "--workdir"):
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", "null", "\x00"])
+def test_a_config_json_that_says_no_owner_is_nobodys(tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    Workdir(tmp_path).check_owner("cifar:ResNet")
+
+
+def test_a_file_is_no_workdir(tmp_path):
+    path = tmp_path / "notes.txt"
+    path.write_text("mine")
+    with pytest.raises(UsageError, match=r"notes\.txt is a file"):
+        Workdir(path)
+
+
+@pytest.mark.parametrize(
+    "where", ["file/run", "file/run/deep", "/proc/run", "x" * 300], ids=lambda where: where[:12]
+)
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path, where):
+    (tmp_path / "file").write_text("")
+    path = tmp_path / where
+    with pytest.raises(UsageError, match=r"cannot be written .*another --workdir"):
+        Workdir(path).check_writable()
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.fixture
+def closed(tmp_path):
+    """A folder that this user may not enter."""
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0)
+    superuser = os.geteuid() == 0  # It may enter every folder.
+    if superuser:
+        os.seteuid(65534)
+    yield closed
+    if superuser:
+        os.seteuid(0)
+    closed.chmod(0o700)
+
+
+@pytest.mark.parametrize("where", [".", "run", "run/deep"])
+def test_a_folder_that_may_not_be_entered_is_refused(closed, where):
+    folder = Workdir(closed / where)
+    folder.check_owner("digits:Digits")
+    with pytest.raises(UsageError, match="cannot be written .Permission denied"):
+        folder.check_writable()
