@@ -56,6 +56,13 @@ def device_count() -> int:
     return jax.device_count()
 
 
+def describe() -> str:
+    """For people: how many devices of what kind, in how many processes."""
+    kind, processes = jax.devices()[0].device_kind, jax.process_count()
+    among = f" of {processes} processes" if processes > 1 else ""
+    return f"{device_count()} {kind} device{'s' if device_count() > 1 else ''}{among}"
+
+
 def is_main_process() -> bool:
     """Whether this process is the one that writes."""
     return jax.process_index() == 0

@@ -223,6 +223,16 @@ def _set_verbosity() -> None:
     if flags.FLAGS["verbosity"].using_default_value:
         logging.set_verbosity(logging.INFO)
         handler.addFilter(_is_worth_showing)
+        handler.setFormatter(_Plain())
+
+
+class _Plain(python_logging.Formatter):
+    """INFO as it is; what is graver with absl's prefix of severity, time and place."""
+
+    def format(self, record: python_logging.LogRecord) -> str:
+        if record.levelno < python_logging.WARNING:
+            return record.getMessage()
+        return logging.PythonFormatter().format(record)
 
 
 def _is_worth_showing(record: python_logging.LogRecord) -> bool:

@@ -118,6 +118,10 @@ class Programs:
                     f"call {helper}, which applies it; call it, or leave the field out"
                 )
 
+    def trace_update(self) -> None:
+        """Raises UsageError for what the experiment's update does wrong."""
+        _ = self._step
+
     @property
     def metric_names(self) -> list[str]:
         """The training metrics, in the order of a window's sums. Traces the update."""

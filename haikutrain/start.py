@@ -45,11 +45,16 @@ class Task:
         self.eval_feeds = _eval_feeds(experiment)
         self.best_metric = self._best_metric()
 
+    @property
+    def parameters(self) -> int:
+        """How many numbers are in `params`."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self.programs.state.params))
+
     def check_update(self) -> None:
         """Traces the update: raises UsageError for what it does wrong."""
         encode(self.feed.position)
         self.feed.check_length(self.config.stop_after or self.config.num_steps)
-        self.metric_names = self.programs.metric_names
+        self.programs.trace_update()
 
     def _best_metric(self) -> str | None:
         """`config.best_metric` as "split/name", checked against what evaluation returns."""

@@ -50,6 +50,9 @@ def train(
             logging.info("%s %s", folder.path, start.ended)
             return start.state
         folder.claim(task.name, task.config_json, overrides)
+        logging.info(
+            "%s: %s parameters on %s", task.name, f"{task.parameters:,}", devices.describe()
+        )
         with contextlib.closing(_Run(task, folder, checkpointer, start)) as run:
             return run.loop(start)
 
@@ -152,18 +155,18 @@ class _Run:
 
     def loop(self, start: Start) -> TrainState:
         """Runs updates until the end; the only place where a state changes."""
-        state, step, stop = start.state, start.step, start.stop
-        sums = self._window
+        state, step, window = start.state, start.step, self._window
         ahead = devices.RunAhead()
-        hooks = self._hooks(stop)
+        hooks = self._hooks(start.stop)
+        plan = _plan(step, start.stop, self._task.config.steps_per_call)
         info = None
-        with self._task.feed.items(_plan(step, stop, self._task.config), start.position) as items:
+        with self._task.feed.items(plan, start.position) as items:
             for item in items:
-                state, sums.sums = self._task.programs.update(state, sums.sums, item)
-                sums.count += item.steps
+                state, window.sums = self._task.programs.update(state, window.sums, item)
+                window.count += item.steps
                 step += item.steps
                 self._position = item.position
-                ahead.add(sums.sums)
+                ahead.add(window.sums)
                 info = self._info(step, item.steps, state)
                 for hook in hooks:
                     hook(info)
@@ -255,9 +258,8 @@ class _Run:
             )
 
 
-def _plan(step: int, stop: int, config: Any) -> Iterator[tuple[int, int]]:
-    """(first step, steps) of each call: whole multiples of `steps_per_call`, else single steps."""
-    stride = config.steps_per_call
+def _plan(step: int, stop: int, stride: int) -> Iterator[tuple[int, int]]:
+    """(first step, steps) of each call: from multiples of `stride` as many steps, else single."""
     while step < stop:
         steps = stride if step % stride == 0 and step + stride <= stop else 1
         yield step, steps

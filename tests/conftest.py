@@ -90,3 +90,32 @@ def log_lines():
         ]
 
     return read
+
+
+@pytest.fixture(scope="session")
+def drive():
+    """Runs an experiment's own programs without the loop.
+
+    Returns a copy of the state at 0 and after each call of the update, and each call's metrics,
+    summed over its steps.
+    """
+    import numpy as np
+
+    from haikutrain.feed import TrainFeed
+    from haikutrain.programs import Programs
+
+    def run(experiment, steps, per_call=1):
+        feed = TrainFeed(experiment.train_data(), experiment.config.batch_size)
+        programs = Programs(experiment, feed.first)
+        names = programs.metric_names
+        state = programs.init()
+        states, metrics = [devices.snapshot(state)], []
+        with feed.items(((s, per_call) for s in range(0, steps, per_call)), None) as items:
+            for item in items:
+                zeros = devices.place(np.zeros(len(names), np.float32))
+                state, sums = programs.update(state, zeros, item)
+                states.append(devices.snapshot(state))
+                metrics.append(dict(zip(names, np.asarray(sums).tolist(), strict=True)))
+        return states, metrics
+
+    return run

@@ -1,5 +1,6 @@
 """Resume is exact: stopped or killed anywhere, on any devices, the log and the state go on."""
 
+import concurrent.futures
 import json
 import os
 import shutil
@@ -26,6 +27,12 @@ def newest(workdir):
     checkpointer = Checkpointer(workdir / "checkpoints", read_only=True)
     step = checkpointer.latest_step()
     return step, checkpointer.read(step).state
+
+
+def all_lines(workdir):
+    """The lines of `metrics.jsonl` so far."""
+    log = workdir / "metrics.jsonl"
+    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
 
 def expected_ids(tiny, steps, batch_size, devices, parts=1):
@@ -74,7 +81,7 @@ CLIP, EMA = "--config.grad_clip_norm=0.5", "--config.ema_decay=0.9"
 # an edge between epochs lies inside batch 3 of 16 rows, behind batch 4 of 10 and batch 1 of 25.
 CASES = [
     Case("mlp-arrays", 4, 16, 10, 1, (1, 4, 6), (3, 4), {}, 2, (CLIP, EMA)),
-    Case("conv-arrays", 2, 10, 20, 5, (10, 5, 10), (5, 15), RBG, 1, (EMA,)),
+    Case("conv-arrays", 2, 10, 20, 5, (10, 5, 10), (5,), RBG, 1, (EMA,)),
     Case("conv-iterator", 4, 16, 20, 1, (4, 6, 6), (7,), TYPED, 2, (CLIP,)),
     Case("mlp-iterator", 1, 25, 24, 6, (12, 6, 12), (6,)),
     Case("mlp-grain", 4, 16, 24, 6, (12, 12, 24), (6,), TYPED | RBG, 2, (CLIP, EMA)),
@@ -112,11 +119,13 @@ def test_run_stopped_and_resumed_by_new_processes_is_the_straight_one(
     case, start, log_lines, tiny, tmp_path
 ):
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
-    start(case, straight)
-    for step in case.stops:
-        start(case, stopped, f"--config.stop_after={step}")
-        assert newest(stopped)[0] == step
-    start(case, stopped)
+    with concurrent.futures.ThreadPoolExecutor() as beside:
+        whole = beside.submit(start, case, straight)
+        for step in case.stops:
+            start(case, stopped, f"--config.stop_after={step}")
+            assert newest(stopped)[0] == step
+        start(case, stopped)
+        whole.result()
 
     log_every, eval_every, _ = case.periods
     logged, evaluated = (
@@ -174,12 +183,11 @@ def run_until_killed(flags, workdir, *, hold_at, checkpoint):
     """Starts a run that waits after step `hold_at`, and kills it when `checkpoint` is committed."""
     argv = [sys.executable, "-m", "haikutrain.main", *flags, f"--config.hold_at={hold_at}"]
     process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    log, deadline = workdir / "metrics.jsonl", time.monotonic() + 120
+    deadline = time.monotonic() + 120
 
     def arrived():
         # The line of a step is written during the step after it.
-        lines = log.read_text().splitlines() if log.exists() else []
-        last = max((json.loads(line)["step"] for line in lines), default=0)
+        last = max((line["step"] for line in all_lines(workdir)), default=0)
         return last >= hold_at - 1 and checkpoint in list_steps(workdir / "checkpoints")
 
     try:
@@ -227,8 +235,8 @@ def test_log_of_a_run_killed_twice_has_each_step_of_each_split_once(
     for split in SPLITS:
         assert log_lines(killed, split) == log_lines(straight, split)
     order = [
-        [(line["step"], line["split"]) for line in map(json.loads, path.open())]
-        for path in (killed / "metrics.jsonl", straight / "metrics.jsonl")
+        [(line["step"], line["split"]) for line in all_lines(workdir)]
+        for workdir in (killed, straight)
     ]
     assert order[0] == order[1]
     scalars = tensorboard_scalars(killed)
@@ -317,7 +325,7 @@ def test_restore_from_is_left_aside_once_the_run_has_a_checkpoint(tiny, source, 
 
     train(3)
     assert int(train(4).step) == 4
-    assert [line["step"] for line in map(json.loads, (tmp_path / "metrics.jsonl").open())] == [4]
+    assert [line["step"] for line in all_lines(tmp_path)] == [4]
     opened = Checkpointer(tmp_path / "checkpoints", read_only=True)
     # The warm-up counts from 0 again: after 2 of its steps the rate is at its peak.
     rates = [
