@@ -1,6 +1,6 @@
 """A small ResNet with BatchNorm on 8x8 pictures of handwritten digits.
 
-    python -m haikutrain.main --config=experiments/digits_resnet.py
+python -m haikutrain.main --config=experiments/digits_resnet.py
 """
 
 import haiku as hk

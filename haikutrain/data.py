@@ -73,9 +73,9 @@ class ArrayDataset:
     def _positions(self, begin: int, end: int) -> np.ndarray:
         """Row indices at positions [begin, end) of the endless row of epochs."""
         parts = []
-        while begin < end:
+        while begin < end or not parts:
             epoch, offset = divmod(begin, self.num_examples)
-            size = min(end - begin, self.num_examples - offset)
+            size = max(0, min(end - begin, self.num_examples - offset))
             parts.append(self._epoch(epoch)[offset : offset + size])
             begin += size
         return parts[0] if len(parts) == 1 else np.concatenate(parts)

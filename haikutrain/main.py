@@ -208,7 +208,8 @@ def _how_to_go_on(
         text = f"stopped at step {step} of {end}; to resume:"
     else:
         end = 2 * max(step, end)
-        text = f"finished at step {step} ({ended or 'reached num_steps'}); to train on, raise num_steps:"
+        ended = ended or "reached num_steps"
+        text = f"finished at step {step} ({ended}); to train on, raise num_steps:"
         command = [*command, f"--config.num_steps={end}"]
     if run_config.stop_after is not None and run_config.stop_after <= step:
         # The very same command would stop where this one did.

@@ -1,4 +1,4 @@
-"""What all tests share: four simulated devices, one compilation cache, the command as users run it."""
+"""What all tests share: four simulated devices, one compilation cache, the command itself."""
 
 import importlib.util
 import json
@@ -119,3 +119,32 @@ def drive():
         return states, metrics
 
     return run
+
+
+@pytest.fixture
+def run_plain(configs, tmp_path, capsys):
+    """Runs the command on `configs/plain.py` with `source` behind it: exit code, stdout, stderr."""
+    from haikutrain import main
+
+    def run(*flags, source="", workdir=None):
+        file = tmp_path / "run.py"
+        file.write_text((configs / "plain.py").read_text() + source)
+        code = main.run([f"--config={file}", f"--workdir={workdir or tmp_path / 'work'}", *flags])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def check_refused():
+    """Checks that a command ended with code 2 and one line on stderr that says all of these."""
+
+    def check(result, *expected):
+        code, out, err = result
+        assert (code, out) == (2, "")
+        assert err.startswith("haikutrain: error: ")
+        assert err.count("\n") == 1
+        for part in expected:
+            assert part in err
+
+    return check

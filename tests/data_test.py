@@ -27,7 +27,9 @@ def by_hand(examples, batch_size, seed, step):
 
 
 # Batches that end with the epoch, that straddle two epochs, that hold several whole ones.
-SIZES = pytest.mark.parametrize("examples, size", [(12, 4), (10, 4), (7, 5), (3, 8), (1, 4), (5, 5)])
+SIZES = pytest.mark.parametrize(
+    "examples, size", [(12, 4), (10, 4), (7, 5), (3, 8), (1, 4), (5, 5)]
+)
 
 
 @SIZES
@@ -72,6 +74,19 @@ def test_the_rows_of_all_processes_are_the_global_batch(examples, size, processe
             np.testing.assert_array_equal(np.concatenate(parts), whole.batch(step)["id"])
 
 
+def test_no_rows_are_a_batch_too():
+    for seed in (0, None):
+        for begin in (0, 2, 4):
+            assert (
+                len(
+                    ids(4, batch_size=4, seed=seed).batch(
+                        1 if seed == 0 else 0, slice(begin, begin)
+                    )["id"]
+                )
+                == 0
+            )
+
+
 def test_a_batch_is_a_function_of_its_step_alone():
     dataset = ids(11, batch_size=4, seed=5)
     straight = [dataset.batch(step)["id"] for step in range(30)]
@@ -90,7 +105,9 @@ def test_all_arrays_of_a_batch_show_the_same_examples():
         np.testing.assert_array_equal(batch["deep"][1], index % 2 == 0)
 
 
-@pytest.mark.parametrize("examples, size, lengths", [(10, 4, [4, 4, 2]), (8, 4, [4, 4]), (3, 8, [3])])
+@pytest.mark.parametrize(
+    "examples, size, lengths", [(10, 4, [4, 4, 2]), (8, 4, [4, 4]), (3, 8, [3])]
+)
 def test_without_a_seed_it_is_in_order_and_once(examples, size, lengths):
     dataset = ids(examples, batch_size=size)
     assert len(dataset) == len(lengths)

@@ -10,7 +10,6 @@ import pytest
 from jax import lax
 
 import haikutrain
-from haikutrain import devices
 from haikutrain.feed import EvalFeed, TrainFeed
 from haikutrain.programs import Programs
 
@@ -212,7 +211,7 @@ def test_an_update_that_changes_the_state_is_refused_with_every_difference(drive
 
 
 def test_replicas_are_equal_to_the_byte_after_50_steps(tiny, tmp_path):
-    changes = dict(num_steps=50, log_every=50, checkpoint_every=50, ema_decay=0.9)
+    changes = {"num_steps": 50, "log_every": 50, "checkpoint_every": 50, "ema_decay": 0.9}
     state = haikutrain.train(tiny.Tiny(tiny_config(tiny, **changes)), tmp_path)
     assert int(state.step) == 50
     for leaf in jax.tree.leaves(state):
@@ -272,7 +271,7 @@ def compiled():
 
 
 def test_each_function_is_traced_once_a_start_and_each_form_compiled_once(tiny, tmp_path, compiled):
-    calls, compiled_at, waits = [], {}, []
+    calls, compiled_at = [], {}
 
     class Counting(tiny.Tiny):
         def loss(self, batch, is_training):
@@ -296,14 +295,14 @@ def test_each_function_is_traced_once_a_start_and_each_form_compiled_once(tiny, 
 
     # Init and the update each trace the loss; the two splits have batches of two sizes.
     once = {"loss in evaluation": 2, "loss in training": 2, "update": 1}
-    periods = dict(log_every=1, eval_every=4, checkpoint_every=4)
+    periods = {"log_every": 1, "eval_every": 4, "checkpoint_every": 4}
     assert start(stop_after=10, **periods) == once
     assert compiled_at[1] == 2  # Init and the update.
     assert compiled_at[4] == 4  # Two sizes of evaluation batches.
     assert compiled_at[5] <= 5  # The comparison of replicas before a save.
     assert compiled_at[10] == compiled_at[5]
     # From 10 by single steps to 12, then by fours; what compares replicas is there already.
-    assert start(steps_per_call=4, **dict(periods, log_every=4)) == once
+    assert start(steps_per_call=4, **{**periods, "log_every": 4}) == once
     assert list(compiled_at) == [11, 12, 16, 20, 24]
     assert compiled_at[11] == 1
     assert compiled_at[12] == 3

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+import types
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -67,7 +69,7 @@ class Case(NamedTuple):
     periods: tuple[int, int, int]
     """Of the log, the evaluation and the checkpoints."""
     stops: tuple[int, ...]
-    environment: dict[str, str] = {}
+    environment: Mapping[str, str] = types.MappingProxyType({})
     parts: int = 1
     others: tuple[str, ...] = ()
 
@@ -138,9 +140,7 @@ def test_run_stopped_and_resumed_by_new_processes_is_the_straight_one(
         assert log_lines(stopped, split) == lines
     if log_every == 1:
         seen = [line["ids"] for line in log_lines(stopped)]
-        assert seen == expected_ids(
-            tiny, case.num_steps, case.batch_size, case.devices, case.parts
-        )
+        assert seen == expected_ids(tiny, case.num_steps, case.batch_size, case.devices, case.parts)
     (step, state), (_, resumed) = newest(straight), newest(stopped)
     assert step == case.num_steps
     assert haikutrain.digest(resumed) == haikutrain.digest(state)

@@ -1,4 +1,4 @@
-"""A tiny experiment with every kind of state, for the tests of the whole; variants as in `get_config`.
+"""A tiny experiment with every kind of state, for tests of the whole; variants: `get_config`.
 
 `config.net`: "mlp" or "conv". `config.data`: "arrays", "iterator" or "grain".
 The metric `ids` is a checksum of which examples stood where in the global batch.

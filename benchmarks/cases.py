@@ -1,0 +1,75 @@
+"""What the benchmarks train: the same network and optimizer for the framework and by hand."""
+
+import dataclasses
+import importlib.util
+import pathlib
+from typing import Any
+
+import haiku as hk
+import jax
+import optax
+from pairs import FAR
+
+import haikutrain
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+@dataclasses.dataclass
+class Case:
+    """One thing to train."""
+
+    experiment: haikutrain.Experiment
+    optimizer: optax.GradientTransformation
+    """What its optimizer is in plain optax."""
+
+    def loss(self, batch: Any) -> Any:
+        return self.experiment.loss(batch, True)
+
+
+class Mlp(haikutrain.Experiment):
+    """Two hidden layers with BatchNorm on the digits."""
+
+    def loss(self, batch: Any, is_training: bool) -> Any:
+        x = hk.Flatten()(batch["image"])
+        for _ in range(2):
+            x = hk.Linear(self.config.width, with_bias=False)(x)
+            x = jax.nn.relu(hk.BatchNorm(True, True, 0.9)(x, is_training))
+        logits = hk.Linear(10)(x)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+        return losses, {"accuracy": logits.argmax(-1) == batch["label"]}
+
+    def optimizer(self) -> optax.GradientTransformation:
+        return optax.adam(1e-3)
+
+    def train_data(self) -> Any:
+        return haikutrain.ArrayDataset(haikutrain.digits("train"), self.config.batch_size, seed=0)
+
+
+def mlp(width: int = 64) -> Case:
+    """A tiny MLP, or a wide one."""
+    config = endless(haikutrain.base_config())
+    config.batch_size, config.width = 64, width
+    return Case(Mlp(config), optax.adam(1e-3))
+
+
+def resnet() -> Case:
+    """The ResNet of `experiments/digits_resnet.py`, without its evaluations."""
+    path = ROOT / "experiments" / "digits_resnet.py"
+    spec = importlib.util.spec_from_file_location("digits_resnet", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    config = endless(module.get_config())
+    rate = optax.warmup_cosine_decay_schedule(
+        0.0, config.learning_rate, config.warmup_steps, config.num_steps
+    )
+    return Case(module.DigitsResNet(config), optax.adam(rate))
+
+
+def endless(config: Any) -> Any:
+    """A config that only trains and logs, every 50 steps."""
+    config.num_steps, config.checkpoint_every, config.log_every = FAR, FAR, 50
+    config.eval_every, config.best_metric = None, None
+    return config
