@@ -117,9 +117,8 @@ class Checkpointer:
 
     def best_step(self) -> int | None:
         """The step best by `best_metric`, the newest of equals; None if none has a number."""
-        if self._best_metric is None or not self.directory.exists():
+        if self._best_metric is None or not self.steps():
             return None
-        self._open()
         return find_best(self.directory, self._best_metric, self._best_mode)
 
     def save(
