@@ -5,20 +5,23 @@ from haikutrain.collectives import AXIS, pmean, psum
 from haikutrain.config import base_config
 from haikutrain.data import ArrayDataset, digits
 from haikutrain.errors import UsageError
-from haikutrain.experiment import Experiment, apply_gradients, averaged, step
+from haikutrain.experiment import Experiment
 from haikutrain.hooks import StepInfo, every
+from haikutrain.leaves import take
+from haikutrain.metrics import Rows
 from haikutrain.optimizers import (
     decay_mask,
+    freeze,
     make_optimizer,
     mask_by_name,
     optimizer_config,
     scale_by_learning_rate,
-    warmup_constant,
-    warmup_cosine,
-    warmup_linear,
 )
+from haikutrain.pictures import grid
+from haikutrain.schedules import epochs, warmup_constant, warmup_cosine, warmup_linear
 from haikutrain.train import ReplicasDiffer, evaluate, restore, train
 from haikutrain.train_state import TrainState
+from haikutrain.updates import apply_gradients, averaged, step
 from haikutrain.writers import MetricWriter
 
 __all__ = [
@@ -28,6 +31,7 @@ __all__ = [
     "Experiment",
     "MetricWriter",
     "ReplicasDiffer",
+    "Rows",
     "StepInfo",
     "TrainState",
     "UsageError",
@@ -37,8 +41,11 @@ __all__ = [
     "decay_mask",
     "digest",
     "digits",
+    "epochs",
     "evaluate",
     "every",
+    "freeze",
+    "grid",
     "make_optimizer",
     "mask_by_name",
     "optimizer_config",
@@ -47,6 +54,7 @@ __all__ = [
     "restore",
     "scale_by_learning_rate",
     "step",
+    "take",
     "train",
     "warmup_constant",
     "warmup_cosine",

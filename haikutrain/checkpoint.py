@@ -66,8 +66,8 @@ class Checkpointer:
     `finally`: leaving the process without it may lose the save in flight.
 
     Args:
-      directory: made absolute at once. A writer creates it when first asked for anything, and then
-        also removes what a killed process left half written or half deleted.
+      directory: made absolute at once. A writer creates it with the first save; if it is there, it
+        first removes what a killed process left half written or half deleted.
       keep: how many of the newest checkpoints to keep.
       best_metric: a name in the `metrics` given to `save`; the checkpoint with the best value is
         kept too. Without a name there is no best checkpoint.
@@ -106,6 +106,8 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """The steps with a committed checkpoint, in ascending order, as the disk has them now."""
+        if not self.directory.exists():
+            return []
         self._open()
         return list_steps(self.directory)
 
@@ -115,9 +117,8 @@ class Checkpointer:
 
     def best_step(self) -> int | None:
         """The step best by `best_metric`, the newest of equals; None if none has a number."""
-        if self._best_metric is None:
+        if self._best_metric is None or not self.steps():
             return None
-        self._open()
         return find_best(self.directory, self._best_metric, self._best_mode)
 
     def save(
@@ -148,6 +149,7 @@ class Checkpointer:
             raise RuntimeError(f"cannot save step {step}: the checkpointer is read-only or closed")
         if jax.process_index() != 0:
             return
+        self._open()
         latest = self.latest_step()
         if latest is not None and step <= latest:
             raise RuntimeError(f"cannot save step {step}: {self.directory} already has {latest}")

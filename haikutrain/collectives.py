@@ -76,6 +76,11 @@ def _unsigned(dtype: Any) -> Any:
     return jnp.dtype(f"uint{min(info(dtype).bits, 32)}")
 
 
+def gather(tree: Any) -> Any:
+    """The rows of all devices on each: leaves `[B, ...]` become `[D * B, ...]`, in device order."""
+    return jax.tree.map(lambda leaf: lax.all_gather(leaf, AXIS, tiled=True), tree)
+
+
 def _to_bits(leaf: jax.Array) -> jax.Array:
     """The exact bits of any leaf as uint32."""
     if is_key(leaf):

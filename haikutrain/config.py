@@ -28,6 +28,7 @@ _MAY_CHANGE = {
     "num_steps",
     "stop_after",
     "keep_checkpoints",
+    "eval_raw",
     "steps_per_call",
     "compilation_cache",
     "experiment",
@@ -78,6 +79,8 @@ def base_config() -> ConfigDict:
     config.precision = config_dict.placeholder(str)
     # Evaluate with averaged weights: average = decay * average + (1 - decay) * weights.
     config.ema_decay = config_dict.placeholder(float)
+    # Evaluate the weights that are not averaged as well: their metrics are called raw_<name>.
+    config.eval_raw = False
     # Scale the gradients down to this global norm when theirs is larger.
     config.grad_clip_norm = config_dict.placeholder(float)
     # A folder in which compiled programs are kept for the next start.
@@ -207,6 +210,8 @@ def _check_choices(config: ConfigDict) -> None:
             _refuse(name, config[name], f"it must be {choices[0]!r} or {choices[1]!r}")
     if config.restore_only == "weights" and config.restore_from is None:
         _refuse("restore_only", "weights", "it does nothing without restore_from; set both")
+    if config.eval_raw and config.ema_decay is None:
+        _refuse("eval_raw", True, "it does nothing without ema_decay; set both")
     if config.ema_decay is not None and not 0 < config.ema_decay < 1:
         _refuse("ema_decay", config.ema_decay, "it must lie between 0 and 1, such as 0.999")
     if config.grad_clip_norm is not None and not 0 < config.grad_clip_norm < math.inf:

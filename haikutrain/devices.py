@@ -7,7 +7,7 @@ A replicated state has no device axis: programs take it with `in_axes=None` and 
 import collections
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -137,6 +137,17 @@ def snapshot(tree: Any) -> Any:
     Returns at once: the copy is made on the device, in order with the steps around it.
     """
     return _copy(jax.tree.map(lambda leaf: leaf.addressable_data(0), tree))
+
+
+def fetched(results: Iterable[Any], limit: int = 16) -> Iterator[Any]:
+    """Results of calls as NumPy, in order; at most `limit` calls are under way at a time."""
+    pending: collections.deque[Any] = collections.deque()
+    for result in results:
+        pending.append(result)
+        if len(pending) > limit:
+            yield jax.device_get(pending.popleft())
+    while pending:
+        yield jax.device_get(pending.popleft())
 
 
 class RunAhead:

@@ -1,136 +1,23 @@
 """Experiment: what to train. Four methods to write, four more to redefine.
 
 The base class turns `loss` into `init`, `update` and `evaluate`. The helpers that it uses,
-`Experiment.gradients`, `apply_gradients` and `averaged`, are there for redefined ones too.
+`Experiment.gradients`, `haikutrain.apply_gradients` and `haikutrain.averaged`, are there for
+redefined ones too.
 """
 
-import contextlib
-import contextvars
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-import chex
 import haiku as hk
 import jax
 import jax.numpy as jnp
 import optax
 
-from haikutrain import collectives, devices, optimizers, precision
+from haikutrain import devices, precision, updates
 from haikutrain.errors import UsageError
+from haikutrain.metrics import Rows
 from haikutrain.train_state import TrainState
-
-State = TypeVar("State", bound=TrainState)
-
-# --- what a function of an experiment may ask while the framework traces it ------------------
-
-
-@dataclasses.dataclass
-class _Scope:
-    step: Any
-    config: Any
-    used: set[str]
-
-
-_scope: contextvars.ContextVar[_Scope | None] = contextvars.ContextVar("scope", default=None)
-
-
-@contextlib.contextmanager
-def tracing(step: Any, config: Any) -> Iterator[set[str]]:
-    """Binds `step()` and the config that the helpers read.
-
-    Yields:
-      The names of the config fields that were applied: filled while the function is traced.
-    """
-    scope = _Scope(step, config, set())
-    token = _scope.set(scope)
-    try:
-        yield scope.used
-    finally:
-        _scope.reset(token)
-
-
-def step() -> jax.Array:
-    """The step, int32 []: batches consumed before this one; 0 in `init`.
-
-    To be called inside an experiment's `loss`, `init`, `update` or `evaluate`.
-    """
-    scope = _scope.get()
-    if scope is None:
-        raise UsageError(
-            "haikutrain.step() was called outside of an experiment's loss, init, update and "
-            "evaluate; elsewhere read state.step"
-        )
-    return scope.step
-
-
-def _setting(field: str) -> Any:
-    scope = _scope.get()
-    if scope is None:
-        return None
-    scope.used.add(field)
-    return scope.config[field]
-
-
-# --- helpers ---------------------------------------------------------------------------------
-
-
-def apply_gradients(
-    state: State,
-    grads: Any,
-    *,
-    network_state: Any,
-    optimizer: optax.GradientTransformation,
-    metrics: Mapping[str, Any] | None = None,
-) -> tuple[State, dict[str, jax.Array]]:
-    """Averages over the devices, clips, and takes one step of the optimizer.
-
-    In this order: one packed mean over the devices of the gradients, the float leaves of the
-    network state and the metrics; the gradients' global norm; clipping by
-    `config.grad_clip_norm`; the optimizer; the averages of `config.ema_decay`. To be called in
-    `update`, once. The optimizer is given `step=` besides, for those that follow the step.
-
-    Args:
-      state: the state before.
-      grads: this device's gradients, a tree like `state.params`.
-      network_state: this device's network state after its batch.
-      optimizer: the one that made `state.opt_state`.
-      metrics: scalars [] of this device, to be averaged along.
-
-    Returns:
-      The state after, and the averaged metrics with `grad_norm`, the norm before clipping.
-    """
-    chex.assert_trees_all_equal_shapes(grads, state.params)
-    grads, network_state, averages = collectives.pmean((grads, network_state, dict(metrics or {})))
-    norm = optax.tree.norm(grads)
-    max_norm = _setting("grad_clip_norm")
-    if max_norm is not None:
-        grads = optimizers.clip_by_global_norm(grads, max_norm, norm)
-    updates, opt_state = optax.with_extra_args_support(optimizer).update(
-        grads, state.opt_state, state.params, step=state.step
-    )
-    params = optax.apply_updates(state.params, updates)
-    extras = dict(state.extras)
-    decay = _setting("ema_decay")
-    if decay is not None:
-        new = {"params": params, "network_state": network_state}
-        extras["ema"] = optimizers.ema(extras["ema"], new, decay)
-    new_state = state.replace(
-        params=params, network_state=network_state, opt_state=opt_state, extras=extras
-    )
-    return new_state, {**averages, "grad_norm": norm}
-
-
-def initial_extras(state: TrainState, config: Any) -> dict[str, Any]:
-    """What the framework carries in `TrainState.extras`: averages that begin at the values."""
-    if config.ema_decay is None:
-        return {}
-    return {"ema": {"params": state.params, "network_state": state.network_state}}
-
-
-def averaged(state: State) -> State:
-    """The state with the averaged params and network state, where `config.ema_decay` keeps them."""
-    return state.replace(**state.extras["ema"]) if "ema" in state.extras else state
+from haikutrain.updates import apply_gradients, averaged, setting
 
 
 class Experiment:
@@ -161,7 +48,8 @@ class Experiment:
 
         Returns:
           Losses `[B]`, one an example, or `[]`, the batch's mean; and a dict of further metrics,
-          each `[B]` or `[]`. Values an example make evaluation exact over a ragged last batch.
+          each `[B]` or `[]`, or `haikutrain.Rows`. Values an example make evaluation exact over a
+          ragged last batch.
         """
         raise UsageError(f"{type(self).__name__} defines no loss(batch, is_training)")
 
@@ -222,12 +110,51 @@ class Experiment:
 
         Returns:
           A dict of values `[B]`, one an example, or `[]`, the mean of the batch; not reduced over
-          devices. The framework leaves padding rows out and averages over the whole split.
+          devices. The framework leaves padding rows out and averages over the whole split. Values
+          in `haikutrain.Rows` are kept row by row.
         """
-        state = averaged(state)
         network = hk.transform_with_state(self._forward(is_training=False))
-        values, _ = network.apply(state.params, state.network_state, next(rngs), batch)
-        return values
+        key = next(rngs)
+
+        def values(state: TrainState) -> dict[str, Any]:
+            return network.apply(state.params, state.network_state, key, batch)[0]
+
+        if not setting("eval_raw"):
+            return values(averaged(state))
+        raw = {f"raw_{name}": value for name, value in values(state).items()}
+        return {**values(averaged(state)), **raw}
+
+    def warm_start(self, state: Any, saved: Mapping[str, Any]) -> Any:
+        """What a run takes from another's checkpoint; called only if redefined.
+
+        With `config.restore_from` and `restore_only="weights"`. Without it, params and network
+        state are taken whole, and must be the same in both.
+
+        Args:
+          state: the new run's state at step 0.
+          saved: the checkpoint's arrays by path, such as `params/encoder/linear/w`.
+
+        Returns:
+          `state` with what was taken: see `haikutrain.take`.
+        """
+        return state
+
+    def report(self, state: Any, split: str, rows: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What else there is to say of a split: metrics that are not means, pictures, texts.
+
+        Called on the host after each evaluation of a split.
+
+        Args:
+          state: the state that was evaluated, on the devices.
+          split: its name.
+          rows: NumPy arrays `[N, ...]` of what `evaluate` returned in `haikutrain.Rows`: every
+            example of the split once, in order.
+
+        Returns:
+          A dict of floats, which join the split's metrics; of pictures, arrays `[H, W]` or
+          `[H, W, 1 or 3]`, uint8 or float in [0, 1]; and of texts.
+        """
+        return {}
 
     def hooks(self) -> Sequence[Callable[[Any], None]]:
         """Hooks of one's own: functions of a `haikutrain.StepInfo`, called after every update."""
@@ -252,10 +179,13 @@ class Experiment:
         def mean_loss(params: Any, network_state: Any, key: Any, part: Any) -> Any:
             values, network_state = network.apply(params, network_state, key, part)
             means = {name: value.mean() for name, value in values.items()}
-            return means["loss"], (network_state, means)
+            return updates.scale_loss(state, means["loss"]), (network_state, means)
 
-        grad = jax.grad(mean_loss, has_aux=True)
-        count = _setting("accumulate_steps") or 1
+        def grad(*arguments: Any) -> Any:
+            grads, aux = jax.grad(mean_loss, has_aux=True)(*arguments)
+            return updates.unscale(state, grads), aux
+
+        count = setting("accumulate_steps") or 1
         if count == 1:
             grads, (network_state, means) = grad(
                 state.params, state.network_state, next(rngs), batch
@@ -282,14 +212,17 @@ class Experiment:
         grads, means = jax.tree.map(lambda x: (x / count).astype(x.dtype), sums)
         return grads, network_state, means
 
-    def _forward(self, *, is_training: bool) -> Callable[[Any], dict[str, jax.Array]]:
+    def _forward(self, *, is_training: bool) -> Callable[[Any], dict[str, Any]]:
         """`loss` as a Haiku function to metrics by name, `loss` among them, float32."""
-        policy = precision.policy(_setting("precision"))
+        policy = precision.policy(setting("precision"))
 
-        def forward(batch: Any) -> dict[str, jax.Array]:
+        def forward(batch: Any) -> dict[str, Any]:
             with precision.applied(policy):
                 result = self.loss(batch, is_training)
-            return _checked_metrics(result, batch, type(self).__name__)
+            values = _checked_metrics(result, batch, type(self).__name__)
+            if is_training:
+                return {k: value for k, value in values.items() if not isinstance(value, Rows)}
+            return values
 
         return forward
 
@@ -297,7 +230,7 @@ class Experiment:
 _RESERVED = ("loss", "grad_norm", "learning_rate", "step", "split")
 
 
-def _checked_metrics(result: Any, batch: Any, owner: str) -> dict[str, jax.Array]:
+def _checked_metrics(result: Any, batch: Any, owner: str) -> dict[str, Any]:
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
         raise UsageError(
             f"{owner}.loss returned a {type(result).__name__}; return (losses, metrics), with a "
@@ -310,9 +243,12 @@ def _checked_metrics(result: Any, batch: Any, owner: str) -> dict[str, jax.Array
     rows = jax.tree.leaves(batch)[0].shape[0]
     values = {"loss": losses, **metrics}
     for name, value in values.items():
-        if jnp.shape(value) not in ((), (rows,)):
+        if not isinstance(value, Rows) and jnp.shape(value) not in ((), (rows,)):
             raise UsageError(
                 f"{owner}.loss: {name!r} has shape {list(jnp.shape(value))}; give one value an "
-                f"example, [{rows}], or the batch's mean, []"
+                f"example, [{rows}], the batch's mean, [], or haikutrain.Rows"
             )
-    return {name: jnp.asarray(value).astype(jnp.float32) for name, value in values.items()}
+    return {
+        name: value if isinstance(value, Rows) else jnp.asarray(value).astype(jnp.float32)
+        for name, value in values.items()
+    }

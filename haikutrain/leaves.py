@@ -178,6 +178,45 @@ def digest(tree: Any) -> str:
     return total.hexdigest()
 
 
+def take(tree: Any, saved: Mapping[str, Any], prefixes: Mapping[str, str]) -> Any:
+    """A tree with some leaves replaced by those of a checkpoint, also under other names.
+
+    For `Experiment.warm_start`:
+
+        params = haikutrain.take(state.params, saved, {"encoder": "params/byol/encoder"})
+
+    Args:
+      tree: nested dicts, such as `state.params`.
+      saved: arrays by path.
+      prefixes: for the beginning of a path in `tree`, the beginning of the path in `saved` that it
+        is to be taken from. Whole names only: "encoder" is not the beginning of "encoder_2/w".
+
+    Raises:
+      UsageError: a prefix matches nothing, or a leaf is missing in `saved` or has another shape or
+        dtype; names all of them.
+    """
+    wrong, used = [], set()
+
+    def one(path: str, leaf: Any) -> Any:
+        for new, old in prefixes.items():
+            if path == new or path.startswith(f"{new}/"):
+                used.add(new)
+                source = old + path[len(new) :]
+                wanted = describe(path, leaf)
+                if source not in saved:
+                    wrong.append(f"{path}: the checkpoint has no {source}")
+                elif (found := describe(source, saved[source])) != wanted:
+                    wrong.append(f"{path} is {wanted} and {source} in the checkpoint {found}")
+                return saved.get(source)
+        return leaf
+
+    values = [one(path, leaf) for path, leaf in by_path(tree).items()]
+    wrong += [f"nothing is called {new}" for new in prefixes if new not in used]
+    if wrong:
+        raise UsageError(f"take: {'; '.join(wrong)}")
+    return jax.tree.unflatten(jax.tree.structure(tree), values)
+
+
 def differences(saved: Mapping[str, Leaf], wanted: Mapping[str, Leaf]) -> list[str]:
     """Each way in which the leaves of a checkpoint are not those of an experiment, by path."""
     found = []

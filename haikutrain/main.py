@@ -82,6 +82,12 @@ def _own_flags() -> flags.FlagValues:
         "With --mode=eval: latest (the default), best, or the step of a checkpoint.",
         flag_values=own,
     )
+    flags.DEFINE_string(
+        "predictions",
+        None,
+        "With --mode=eval: an npz file to write, of the values that evaluation keeps row by row.",
+        flag_values=own,
+    )
     for name in ("help", "helpshort", "helpfull"):
         text = "This help; --helpfull also shows the flags of the libraries."
         flags.DEFINE_boolean(name, False, text, flag_values=own)
@@ -98,6 +104,12 @@ class _Options:
         self.mode: str = own.mode
         self.cpu_devices: int | None = own.cpu_devices
         self.checkpoint = _checkpoint(own.checkpoint, own.mode)
+        self.predictions: str | None = own.predictions
+        if self.predictions is not None and self.mode != "eval":
+            raise UsageError(
+                f"--predictions={own.predictions} does nothing with --mode={own.mode}: add "
+                "--mode=eval or leave it out"
+            )
         self.command = ["python", "-m", "haikutrain.main", *argv]
 
 
@@ -178,7 +190,9 @@ def _execute(options: _Options) -> int:
     workdir = options.workdir or os.path.join("runs", loaded.name)
     experiment = loaded.experiment_class(loaded.config)
     if options.mode == "eval":
-        results = evaluate(experiment, workdir, checkpoint=options.checkpoint)
+        results = evaluate(
+            experiment, workdir, checkpoint=options.checkpoint, predictions=options.predictions
+        )
         for split, values in results.items():
             for name, value in values.items():
                 print(f"{split} {name} {value:.6g}")

@@ -1,5 +1,6 @@
 """Exact means: over the rows of ragged batches, and over the steps of a log window."""
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,8 +9,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-LAST = ("learning_rate",)
+LAST = ("learning_rate", "loss_scale")
 """Training metrics of which a window keeps the last step's value instead of the mean."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Values that evaluation keeps row by row instead of averaging them.
+
+    Return `{"prediction": haikutrain.Rows(logits.argmax(-1))}` among the metrics of `loss` or
+    `evaluate`: the whole split's rows, each example once and in order, go to
+    `Experiment.report` and to `--predictions`. In training they are left out, and cost nothing.
+    """
+
+    values: Any
+    """`[B, ...]`, any dtype."""
 
 
 def masked_sums(values: Mapping[str, jax.Array], mask: jax.Array) -> dict[str, jax.Array]:

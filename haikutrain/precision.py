@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import haiku as hk
+import jax
 import jax.numpy as jnp
 import jmp
 
@@ -121,6 +122,29 @@ def _interceptor(rule: jmp.Policy) -> Callable[..., Any]:
         return rule.cast_to_compute(result) if exact else result
 
     return intercept
+
+
+def initial_loss_scale(text: str | None) -> dict[str, jax.Array] | None:
+    """What a dynamic loss scale begins with, where a policy computes in float16; else None."""
+    rule = policy(text)
+    if rule is None or rule.compute_dtype != jnp.float16:
+        return None
+    scale = jmp.DynamicLossScale(jnp.float32(2**15))
+    return {"scale": jnp.float32(scale.loss_scale), "good_steps": jnp.int32(scale.counter)}
+
+
+def adjusted_loss_scale(scale: dict[str, jax.Array], finite: jax.Array) -> dict[str, jax.Array]:
+    """The loss scale after a step: halved by an overflow, doubled after 2000 steps without one.
+
+    Args:
+      scale: as `initial_loss_scale` makes it.
+      finite: bool [], whether the gradients were finite.
+    """
+    new = jmp.DynamicLossScale(scale["scale"], scale["good_steps"]).adjust(finite)
+    return {
+        "scale": jnp.asarray(new.loss_scale, jnp.float32),
+        "good_steps": jnp.asarray(new.counter, jnp.int32),
+    }
 
 
 def check_network_state(network_state: Any) -> None:

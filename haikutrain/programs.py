@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from haikutrain import collectives, devices, experiment, leaves, metrics, optimizers, precision
+from haikutrain import collectives, devices, leaves, metrics, optimizers, precision, updates
 from haikutrain.errors import UsageError
+from haikutrain.experiment import Experiment
 from haikutrain.feed import EvalItem, TrainItem
 from haikutrain.train_state import TrainState
 
@@ -25,6 +26,7 @@ _SHAPING = {
     "grad_clip_norm": (None, "haikutrain.apply_gradients"),
     "ema_decay": (None, "haikutrain.apply_gradients"),
 }
+_SHAPING_EVALUATE = {"eval_raw": (False, "Experiment.evaluate of the base class")}
 
 
 class Programs:
@@ -41,7 +43,7 @@ class Programs:
       UsageError: the experiment's init returns what cannot be trained.
     """
 
-    def __init__(self, task: experiment.Experiment, first_batch: Any):
+    def __init__(self, task: Experiment, first_batch: Any):
         self._task = task
         self._owner = type(task).__name__
         # In this order for ever: a new consumer of keys takes its key last.
@@ -60,7 +62,7 @@ class Programs:
     # --- init ---
 
     def _init_function(self, key: Any, train_key: Any, batch: Any) -> TrainState:
-        with experiment.tracing(jnp.int32(0), self._task.config):
+        with updates.tracing(jnp.int32(0), self._task.config):
             state = self._task.init(hk.PRNGSequence(key), batch)
         if not isinstance(state, TrainState):
             raise UsageError(
@@ -80,7 +82,7 @@ class Programs:
 
     def with_fresh_extras(self, state: TrainState) -> TrainState:
         """The state with the framework's `extras` as they begin at its weights."""
-        return state.replace(extras=experiment.initial_extras(state, self._task.config))
+        return state.replace(extras=updates.initial_extras(state, self._task.config))
 
     # --- update ---
 
@@ -95,9 +97,9 @@ class Programs:
         (step_key,) = sequence.take(1)
         rng, _ = sequence.internal_state
         own = hk.PRNGSequence(jax.random.fold_in(step_key, lax.axis_index(collectives.AXIS)))
-        with experiment.tracing(state.step, self._task.config) as used:
+        with updates.tracing(state.step, self._task.config) as used:
             result = self._task.update(state, batch, own)
-        self._check_used(used)
+        self._check_used(used, _SHAPING, "update")
         if not (isinstance(result, tuple) and len(result) == 2):
             raise UsageError(f"{self._owner}.update must return (state, metrics)")
         new, values = result
@@ -109,12 +111,12 @@ class Programs:
         _check_unchanged(state, new, self._owner)
         return new, {name: jnp.asarray(v).astype(jnp.float32) for name, v in values.items()}
 
-    def _check_used(self, used: set[str]) -> None:
-        for field, (off, helper) in _SHAPING.items():
+    def _check_used(self, used: set[str], fields: Mapping[str, Any], method: str) -> None:
+        for field, (off, helper) in fields.items():
             value = self._task.config[field]
             if value != off and field not in used:
                 raise UsageError(
-                    f"config.{field}={value!r} would do nothing: {self._owner}.update does not "
+                    f"config.{field}={value!r} would do nothing: {self._owner}.{method} does not "
                     f"call {helper}, which applies it; call it, or leave the field out"
                 )
 
@@ -159,14 +161,22 @@ class Programs:
         """The metrics of batches that look like `item`. Traces the evaluation."""
         return list(self._evaluate_program(item)[1])
 
-    def evaluate(self, state: TrainState, split: str, item: EvalItem) -> dict[str, jax.Array]:
-        """Sums of each metric over the real rows of a batch, and their `count`, on the devices.
+    def keeps_rows(self, item: EvalItem) -> bool:
+        """Whether batches that look like `item` have values that are kept row by row."""
+        return "rows" in self._evaluate_program(item)[0].output
+
+    def evaluate(self, state: TrainState, split: str, item: EvalItem) -> dict[str, Any]:
+        """Evaluates one batch, on the devices.
+
+        Returns:
+          `sums` of each metric over the real rows, and their `count`. If there are values to keep,
+          `rows`, `[B, ...]` of all devices with padding, and `mask`, bool `[B]`.
 
         Raises:
           UsageError: a metric is the batch's mean, and the batch is padded.
         """
-        program, values = self._evaluate_program(item)
-        means = [name for name, value in values.items() if value.ndim == 0]
+        program, metric_values = self._evaluate_program(item)
+        means = [name for name, value in metric_values.items() if value.ndim == 0]
         if item.padded and means:
             raise UsageError(
                 f"evaluation of {split!r}: {means} are means of a batch, and the last batch is "
@@ -184,29 +194,39 @@ class Programs:
             traced = devices.Traced(
                 self._evaluate_function, self.state, self._keys[2], local[0], local[2]
             )
-            _check_rows(traced.output, local[1].shape, self._owner)
+            means, kept = traced.output
+            _check_rows(means, kept, local[1].shape, self._owner)
 
             def function(state: Any, key: Any, batch: Any, mask: Any, index: Any) -> Any:
-                sums = metrics.masked_sums(traced(state, key, batch, index), mask)
-                return collectives.psum({"sums": sums, "count": mask.sum(dtype=jnp.float32)})
+                values, rows = traced(state, key, batch, index)
+                sums = metrics.masked_sums(values, mask)
+                reduced = collectives.psum({"sums": sums, "count": mask.sum(dtype=jnp.float32)})
+                gathered = collectives.gather({"rows": rows, "mask": mask}) if rows else {}
+                return {**reduced, **gathered}
 
             program = devices.Program(
                 function, (self.state, self._keys[2], *parts), in_axes=(None, None, 0, 0, 0)
             )
-            self._evaluates[looks] = program, traced.output
+            self._evaluates[looks] = program, means
         return self._evaluates[looks]
 
-    def _evaluate_function(self, state: Any, key: Any, batch: Any, index: Any) -> dict[str, Any]:
+    def _evaluate_function(
+        self, state: Any, key: Any, batch: Any, index: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The values to average, and those to keep."""
         key = jax.random.fold_in(key, index[0])
         rngs = hk.PRNGSequence(jax.random.fold_in(key, lax.axis_index(collectives.AXIS)))
-        with experiment.tracing(state.step, self._task.config):
+        with updates.tracing(state.step, self._task.config) as used:
             values = self._task.evaluate(state, batch, rngs)
+        self._check_used(used, _SHAPING_EVALUATE, "evaluate")
         if not isinstance(values, Mapping):
             raise UsageError(
                 f"{self._owner}.evaluate returned a {type(values).__name__}; return a dict of "
                 "metrics"
             )
-        return {name: jnp.asarray(value) for name, value in values.items()}
+        kept = {k: value.values for k, value in values.items() if isinstance(value, metrics.Rows)}
+        means = {k: jnp.asarray(value) for k, value in values.items() if k not in kept}
+        return means, {name: jnp.asarray(value) for name, value in kept.items()}
 
 
 def _strong(leaf: Any) -> jax.Array:
@@ -231,12 +251,20 @@ def _check_scalars(values: Any, owner: str) -> None:
             )
 
 
-def _check_rows(values: Mapping[str, Any], rows: tuple[int, ...], owner: str) -> None:
-    for name, value in values.items():
+def _check_rows(
+    means: Mapping[str, Any], kept: Mapping[str, Any], rows: tuple[int, ...], owner: str
+) -> None:
+    for name, value in means.items():
         if value.shape not in ((), rows):
             raise UsageError(
                 f"{owner}.evaluate: metric {name!r} has shape {list(value.shape)}; give one value "
-                f"an example, {list(rows)}, or the batch's mean, []"
+                f"an example, {list(rows)}, the batch's mean, [], or haikutrain.Rows"
+            )
+    for name, value in kept.items():
+        if value.shape[:1] != rows:
+            raise UsageError(
+                f"{owner}.evaluate: Rows {name!r} has shape {list(value.shape)}; its first axis "
+                f"must be the batch's {rows[0]} rows"
             )
 
 

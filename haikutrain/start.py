@@ -1,7 +1,7 @@
 """How a run begins: the experiment made ready, and its state restored or made."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -9,7 +9,7 @@ import numpy as np
 from absl import logging
 
 from haikutrain import config as configs
-from haikutrain import devices, precision
+from haikutrain import devices, leaves, precision
 from haikutrain.checkpoint import Checkpointer, encode, find_checkpoint
 from haikutrain.errors import UsageError
 from haikutrain.experiment import Experiment
@@ -56,6 +56,14 @@ class Task:
         self.feed.check_length(self.config.stop_after or self.config.num_steps)
         self.programs.trace_update()
 
+    def check_rows(self) -> None:
+        """Raises UsageError if no split has values that are kept row by row."""
+        if not any(self.programs.keeps_rows(feed.shapes) for feed in self.eval_feeds.values()):
+            raise UsageError(
+                "there are no predictions to write: return some among the metrics of loss or "
+                'evaluate, as {"prediction": haikutrain.Rows(logits.argmax(-1))}'
+            )
+
     def _best_metric(self) -> str | None:
         """`config.best_metric` as "split/name", checked against what evaluation returns."""
         wanted = self.config.best_metric
@@ -69,10 +77,15 @@ class Task:
         alone = f"{next(iter(self.eval_feeds), '')}/{wanted}"
         if len(self.eval_feeds) == 1 and alone in names:
             return alone
-        raise UsageError(
-            f"config.best_metric={wanted!r} is not what evaluation returns; it returns "
-            f"{', '.join(names) or 'nothing, for there is no eval_data'}"
-        )
+        if type(self.experiment).report is not Experiment.report:
+            # It may be a number of the report's, which only an evaluation can tell.
+            return wanted if "/" in wanted or len(self.eval_feeds) != 1 else alone
+        raise _not_returned(wanted, names)
+
+    def check_judged(self, metrics: Mapping[str, float]) -> None:
+        """Raises UsageError if the metrics that a save is judged by lack `config.best_metric`."""
+        if self.best_metric is not None and self.best_metric not in metrics:
+            raise _not_returned(self.config.best_metric, metrics)
 
     def meta(self, window: Mapping[str, Any], ended: str | None) -> dict[str, Any]:
         """What a checkpoint says about its run."""
@@ -84,6 +97,13 @@ class Task:
             "ended": ended,
             "devices": devices.device_count(),
         }
+
+
+def _not_returned(wanted: str, names: Iterable[str]) -> UsageError:
+    return UsageError(
+        f"config.best_metric={wanted!r} is not what evaluation returns; it returns "
+        f"{', '.join(names) or 'nothing, for there is no eval_data'}"
+    )
 
 
 def _eval_feeds(experiment: Experiment) -> dict[str, EvalFeed]:
@@ -163,10 +183,26 @@ def _restored_from(task: Task, path: str) -> Start:
     logging.info("starting from checkpoint %d of %s", step, directory)
     if task.config.restore_only == "all":
         return _restored(task, source, step)
-    weights = source.restore(step, task.programs.state, fields=_WEIGHTS).state
-    state = task.programs.init()
-    state = state.replace(**{name: getattr(weights, name) for name in _WEIGHTS})
+    if type(task.experiment).warm_start is not Experiment.warm_start:
+        saved = source.read(step).state
+        state = task.experiment.warm_start(task.programs.init(), saved)
+        _check_warm(task, state)
+    else:
+        weights = source.restore(step, task.programs.state, fields=_WEIGHTS).state
+        state = task.programs.init()
+        state = state.replace(**{name: getattr(weights, name) for name in _WEIGHTS})
     return _start(task, devices.place(task.programs.with_fresh_extras(state)), 0)
+
+
+def _check_warm(task: Task, state: TrainState) -> None:
+    tables = (
+        {path: leaves.describe(path, leaf) for path, leaf in leaves.by_path(tree).items()}
+        for tree in (state, task.programs.state)
+    )
+    if found := leaves.differences(*tables):
+        raise UsageError(
+            f"warm_start returned a state that is not the experiment's: {'; '.join(found)}"
+        )
 
 
 def choose_step(checkpointer: Checkpointer, checkpoint: str | int) -> int:

@@ -6,19 +6,18 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
 from absl import logging
 
-from haikutrain import devices, writers
+from haikutrain import devices, evaluation, writers
 from haikutrain.checkpoint import Checkpointer
+from haikutrain.console import Console
+from haikutrain.evaluation import Evaluations
 from haikutrain.experiment import Experiment
 from haikutrain.hooks import Hook, Log, StepInfo, every
-from haikutrain.metrics import Mean, Window
+from haikutrain.metrics import Window
 from haikutrain.start import Start, Task, choose_step, restore_or_init
 from haikutrain.train_state import TrainState
-from haikutrain.workdir import Workdir
-
-Evaluations = dict[str, dict[str, float]]
+from haikutrain.workdir import Workdir, write_rows
 
 
 def train(
@@ -58,7 +57,11 @@ def train(
 
 
 def evaluate(
-    experiment: Experiment, workdir: str | os.PathLike[str], checkpoint: str | int = "latest"
+    experiment: Experiment,
+    workdir: str | os.PathLike[str],
+    checkpoint: str | int = "latest",
+    *,
+    predictions: str | os.PathLike[str] | None = None,
 ) -> Evaluations:
     """Evaluates a checkpoint on every split; appends the result to `metrics_eval.jsonl`.
 
@@ -66,20 +69,28 @@ def evaluate(
       experiment: the one that was trained.
       workdir: the folder of its run.
       checkpoint: "latest", "best" or a step.
+      predictions: an npz file to write, of what `evaluate` keeps in `haikutrain.Rows`: an array
+        `<split>/<name>` for each, every example once and in order.
 
     Returns:
       For each split its metrics: exact means over all its examples.
     """
     task = Task(experiment)
+    if predictions is not None:
+        task.check_rows()
     state = _restored(task, workdir, checkpoint)
-    results = evaluate_splits(task, state)
+    results = evaluation.evaluate_splits(task, state)
     if devices.is_main_process():
-        step = int(state.step)
-        log = writers.JsonLines(Workdir(workdir).metrics_eval, resume_step=sys.maxsize)
-        with contextlib.closing(log):
-            for split, values in results.items():
-                log.write(step, split, values)
-    return results
+        folder, step = Workdir(workdir), int(state.step)
+        files: list[writers.MetricWriter] = [
+            writers.JsonLines(folder.metrics_eval, resume_step=sys.maxsize),
+            writers.MediaFiles(folder.media),
+        ]
+        with contextlib.closing(writers.Writers(files)) as writer:
+            evaluation.write(writer, step, results)
+        if predictions is not None:
+            write_rows(predictions, {split: result.rows for split, result in results.items()})
+    return evaluation.scalars(results)
 
 
 def restore(
@@ -113,22 +124,6 @@ def _checkpointer(task: Task, folder: Workdir, *, read_only: bool = False) -> Ch
         best_mode=task.config.best_mode,
         read_only=read_only,
     )
-
-
-def evaluate_splits(task: Task, state: TrainState) -> Evaluations:
-    """Every split's metrics: exact means over all its examples, on any number of devices."""
-    results = {}
-    for split, feed in task.eval_feeds.items():
-        ahead = devices.RunAhead()
-        parts = []
-        for item in feed.items():
-            parts.append(task.programs.evaluate(state, split, item))
-            ahead.add(parts[-1]["count"])
-        mean = Mean()
-        for part in jax.device_get(parts):
-            mean.add(part["sums"], part["count"])
-        results[split] = mean.result()
-    return results
 
 
 class ReplicasDiffer(RuntimeError):
@@ -222,10 +217,9 @@ class _Run:
         if self._evaluations[1] != info.step:
             self._log.settle(info)
             with self._log.stopwatch.paused():
-                results = evaluate_splits(self._task, info.state)
-                for split, values in results.items():
-                    self._writer.write(info.step, split, values)
-                self._evaluations = results, info.step
+                results = evaluation.evaluate_splits(self._task, info.state)
+                evaluation.write(self._writer, info.step, results)
+                self._evaluations = evaluation.scalars(results), info.step
         info.evaluations, info.evaluations_step = self._evaluations
 
     def _save(self, info: StepInfo, *, ended: str | None) -> None:
@@ -245,16 +239,19 @@ class _Run:
                     "haikutrain.apply_gradients)"
                 )
             current = {} if self._evaluations[1] != info.step else self._evaluations[0]
+            metrics = {
+                f"{split}/{name}": value
+                for split, values in current.items()
+                for name, value in values.items()
+            }
+            if judged:
+                self._task.check_judged(metrics)
             self._checkpointer.save(
                 info.step,
                 devices.snapshot(info.state),
                 meta=self._task.meta(self._window.to_json(), ended),
                 data=self._position,
-                metrics={
-                    f"{split}/{name}": value
-                    for split, values in current.items()
-                    for name, value in values.items()
-                },
+                metrics=metrics,
             )
 
 
@@ -269,9 +266,10 @@ def _plan(step: int, stop: int, stride: int) -> Iterator[tuple[int, int]]:
 def _open_writers(task: Task, folder: Workdir, step: int) -> tuple[writers.MetricWriter, Any]:
     if not devices.is_main_process():
         return writers.Writers([]), lambda step: None
-    console = writers.Console(task.config.num_steps)
+    console = Console(task.config.num_steps)
     files = [
         writers.JsonLines(folder.metrics, resume_step=step),
         writers.TensorBoard(folder.tensorboard, resume_step=step),
+        writers.MediaFiles(folder.media),
     ]
     return writers.Writers([*files, console]), console.progress

@@ -8,6 +8,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from haikutrain.errors import UsageError
 
 
@@ -21,6 +23,19 @@ def same_experiment(a: str, b: str) -> bool:
     """Whether two names may be of one experiment: a notebook may go on with a file's run."""
     (module_a, _, class_a), (module_b, _, class_b) = a.partition(":"), b.partition(":")
     return class_a == class_b and (module_a == module_b or "" in (module_a, module_b))
+
+
+def write_rows(path: str | os.PathLike[str], splits: Mapping[str, Mapping[str, Any]]) -> None:
+    """Writes an npz file with an array `<split>/<name>` for each; all of it or nothing."""
+    arrays = {f"{split}/{name}": a for split, rows in splits.items() for name, a in rows.items()}
+    target = pathlib.Path(path)
+    new = target.with_name(f"{target.name}.tmp")
+    try:
+        with new.open("wb") as file:
+            np.savez(file, **arrays)
+        new.replace(target)
+    except OSError as error:
+        raise UsageError(f"predictions cannot be written to {path}: {error.strerror}") from error
 
 
 class Workdir:
@@ -42,6 +57,7 @@ class Workdir:
         self.checkpoints = self.path / "checkpoints"
         self.metrics = self.path / "metrics.jsonl"
         self.metrics_eval = self.path / "metrics_eval.jsonl"
+        self.media = self.path / "media"
         self.tensorboard = self.path / "tensorboard"
 
     def check_owner(self, experiment: str) -> None:

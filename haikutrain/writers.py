@@ -1,12 +1,10 @@
-"""Where scalars go: the console, a file of JSON lines, TensorBoard, several at once.
+"""Where scalars, pictures and texts go: a file of JSON lines, TensorBoard, several at once.
 
 A writer gets Python numbers only, on one process only. The files can be resumed: opened with the
 step of the checkpoint that training goes on from, they lose what was written after it, so that
 each step of each split stands in them once, whatever was killed and resumed.
 """
 
-import collections
-import datetime
 import json
 import math
 import os
@@ -14,21 +12,28 @@ import pathlib
 import re
 import socket
 import struct
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import IO, Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
-import absl.logging
+import numpy as np
 
+from haikutrain import pictures
 from haikutrain.errors import UsageError
+
+Media = np.ndarray | str
+"""A picture or a text."""
 
 
 class MetricWriter(Protocol):
-    """A place for scalars."""
+    """A place for scalars, pictures and texts."""
 
     def write(self, step: int, split: str, scalars: Mapping[str, float]) -> None:
         """Takes the scalars of one split ("train", or an evaluation split) at one step."""
+
+    def write_media(self, step: int, split: str, media: Mapping[str, Media]) -> None:
+        """Takes pictures (see `haikutrain.pictures.encode`) and texts; may leave them out."""
+        return
 
     def flush(self) -> None:
         """Returns when all that was written is on disk."""
@@ -49,6 +54,9 @@ class Writers:
 
     def write(self, step: int, split: str, scalars: Mapping[str, float]) -> None:
         self._each(lambda writer: writer.write(step, split, scalars))
+
+    def write_media(self, step: int, split: str, media: Mapping[str, Media]) -> None:
+        self._each(lambda writer: writer.write_media(step, split, media))
 
     def flush(self) -> None:
         self._each(lambda writer: writer.flush())
@@ -157,6 +165,31 @@ def _keep_lines(path: pathlib.Path, last_step: int) -> None:
     os.replace(temporary, path)
 
 
+class MediaFiles(MetricWriter):
+    """Pictures and texts as files: `<directory>/<split>-<name>-<step>.png` or `.txt`."""
+
+    def __init__(self, directory: str | os.PathLike[str]):
+        self._directory = pathlib.Path(directory)
+
+    def write(self, step: int, split: str, scalars: Mapping[str, float]) -> None:
+        pass  # Scalars go elsewhere.
+
+    def flush(self) -> None:
+        pass  # Each file is written whole.
+
+    def close(self) -> None:
+        pass
+
+    def write_media(self, step: int, split: str, media: Mapping[str, Media]) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        for name, value in media.items():
+            path = self._directory / f"{split}-{name}-{step}".replace("/", "-")
+            if isinstance(value, str):
+                path.with_name(f"{path.name}.txt").write_text(value)
+            else:
+                path.with_name(f"{path.name}.png").write_bytes(pictures.encode(value))
+
+
 class TensorBoard(_FileWriter):
     """TensorBoard event files; scalars are called `split/name`.
 
@@ -176,10 +209,11 @@ class TensorBoard(_FileWriter):
     def __init__(self, directory: str | os.PathLike[str], resume_step: int | None = None):
         # The parts alone: tensorboardX's writer queues events for a thread that its flush() does
         # not wait for, and two of them started in the same second write to the same file.
-        from tensorboardX.proto import event_pb2, summary_pb2
+        from tensorboardX.proto import event_pb2, summary_pb2, tensor_pb2
         from tensorboardX.record_writer import masked_crc32c
 
         self._event, self._summary, self._crc = event_pb2.Event, summary_pb2.Summary, masked_crc32c
+        self._summary_pb2, self._tensor = summary_pb2, tensor_pb2.TensorProto
         directory = pathlib.Path(directory).absolute()
         directory.mkdir(parents=True, exist_ok=True)
         super().__init__(_next_event_file(directory), "xb")
@@ -191,6 +225,23 @@ class TensorBoard(_FileWriter):
         value = self._summary.Value
         values = [value(tag=f"{split}/{k}", simple_value=float(v)) for k, v in scalars.items()]
         self._add(step=step, summary=self._summary(value=values))
+
+    def write_media(self, step: int, split: str, media: Mapping[str, Media]) -> None:
+        values = [self._media(f"{split}/{name}", value) for name, value in media.items()]
+        self._add(step=step, summary=self._summary(value=values))
+
+    def _media(self, tag: str, value: Media) -> Any:
+        if isinstance(value, str):
+            # What TensorBoard's text plugin looks for.
+            plugin = self._summary_pb2.SummaryMetadata.PluginData(plugin_name="text")
+            metadata = self._summary_pb2.SummaryMetadata(plugin_data=plugin)
+            tensor = self._tensor(dtype="DT_STRING", string_val=[value.encode()])
+            return self._summary.Value(tag=f"{tag}/text_summary", metadata=metadata, tensor=tensor)
+        height, width = value.shape[:2]
+        image = self._summary.Image(
+            height=height, width=width, colorspace=3, encoded_image_string=pictures.encode(value)
+        )
+        return self._summary.Value(tag=tag, image=image)
 
     def _add(self, **fields: Any) -> None:
         event = self._event(wall_time=time.time(), **fields).SerializeToString()
@@ -206,144 +257,3 @@ def _next_event_file(directory: pathlib.Path) -> pathlib.Path:
     taken = max((int(name[1]) for name in names if name), default=0)
     second = max(int(time.time()), taken + 1)
     return directory / f"events.out.tfevents.{second:010d}.{socket.gethostname()}"
-
-
-class Console:
-    """Lines for people, and a progress bar where the stream is a terminal.
-
-        step  50/500  train  loss 0.3214  accuracy 0.9123  1234 steps/s
-
-    While the bar moves, lines and absl's log appear above it; `close` ends it.
-
-    Args:
-      num_steps: where the run ends.
-      stream: by default `sys.stderr`.
-    """
-
-    def __init__(self, num_steps: int, stream: IO[str] | None = None):
-        self._num_steps = num_steps
-        self._stream = sys.stderr if stream is None else stream
-        self._widths: dict[tuple[str, str], int] = {}
-        self._split_width = 0
-        self._bar = _Bar(num_steps, self._stream) if self._stream.isatty() else None
-
-    def write(self, step: int, split: str, scalars: Mapping[str, float]) -> None:
-        line = self._line(step, split, scalars)
-        if self._bar is None:
-            self._stream.write(line + "\n")
-            self._stream.flush()
-        else:
-            self._bar.write(line, scalars.get("loss") if split == "train" else None)
-
-    def progress(self, step: int) -> None:
-        """Says that `step` steps are done. Meant to be called every step: it draws seldom."""
-        if self._bar is not None:
-            self._bar.progress(step)
-
-    def flush(self) -> None:
-        self._stream.flush()
-
-    def close(self) -> None:
-        bar, self._bar = self._bar, None  # What is still written is plain lines.
-        if bar is not None:
-            bar.close()
-
-    def _line(self, step: int, split: str, scalars: Mapping[str, float]) -> str:
-        num_steps = str(self._num_steps)
-        self._split_width = max(self._split_width, len(split))
-        parts = [f"step {step:>{len(num_steps)}}/{num_steps}", f"{split:<{self._split_width}}"]
-        for name, text in _columns(scalars):
-            width = max(len(text), self._widths.get((split, name), 0))
-            self._widths[split, name] = width
-            parts.append(text.ljust(width))
-        return "  ".join(parts).rstrip()
-
-
-def _columns(scalars: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """Name and text of each: the loss first, the speeds last."""
-    speeds = {"steps_per_second": "steps/s", "examples_per_second": "examples/s"}
-    if "loss" in scalars:
-        yield "loss", f"loss {_number(scalars['loss'])}"
-    for name, value in scalars.items():
-        if name != "loss" and name not in speeds:
-            yield name, f"{name} {_number(value)}"
-    for name, unit in speeds.items():
-        if name in scalars:
-            yield name, f"{_number(scalars[name])} {unit}"
-
-
-def _number(value: float) -> str:
-    """Four significant digits, whole from 1000 on, scientific where that would be long."""
-    if isinstance(value, int) or 999.95 <= abs(value) < 999999.5:
-        return f"{value:.0f}"
-    digits, e, exponent = f"{value:#.4g}".partition("e")
-    return f"{digits}e{int(exponent)}" if e else digits
-
-
-class _Bar:
-    """rich's progress bar. It starts with the first call, and draws at most 10 times a second."""
-
-    def __init__(self, num_steps: int, stream: IO[str]):
-        import rich.console
-        import rich.progress
-
-        columns = [rich.progress.BarColumn(30), rich.progress.TextColumn("{task.fields[text]}")]
-        self._rich = rich.progress.Progress(
-            *columns,
-            console=rich.console.Console(file=stream, highlight=False),
-            auto_refresh=False,  # No thread: only the training loop draws.
-            redirect_stdout=sys.stdout.isatty(),  # What goes to a file stays out of the terminal.
-            redirect_stderr=sys.stderr.isatty(),
-        )
-        self._task = self._rich.add_task("", total=num_steps, text="")
-        self._num_steps = num_steps
-        self._step = 0
-        self._loss = ""
-        self._drawn = -math.inf
-        self._marks: collections.deque[tuple[float, int]] = collections.deque(maxlen=50)
-        self._log_stream: IO[str] | None = None
-
-    def progress(self, step: int) -> None:
-        self._step = step
-        now = time.monotonic()
-        if now - self._drawn >= 0.1:
-            self._draw(now)
-
-    def write(self, line: str, loss: float | None) -> None:
-        self._start()
-        if loss is not None:
-            self._loss = f"loss {_number(loss)}"
-        self._rich.console.print(line, markup=False, soft_wrap=True)
-
-    def close(self) -> None:
-        if self._log_stream is not None:
-            try:
-                self._draw(time.monotonic())
-                self._rich.stop()
-            finally:
-                absl.logging.get_absl_handler().python_handler.stream = self._log_stream
-
-    def _start(self) -> None:
-        if self._log_stream is None:
-            handler = absl.logging.get_absl_handler().python_handler
-            self._log_stream = handler.stream
-            on_terminal = handler.stream in (sys.stderr, sys.__stderr__)
-            self._rich.start()
-            if on_terminal:
-                handler.stream = sys.stderr  # Now rich's proxy, which prints above the bar.
-
-    def _draw(self, now: float) -> None:
-        self._start()
-        self._drawn = now
-        self._marks.append((now, self._step))
-        parts = [f"{self._step}/{self._num_steps}", self._speed(), self._loss]
-        self._rich.update(self._task, completed=self._step, text="  ".join(filter(None, parts)))
-        self._rich.refresh()
-
-    def _speed(self) -> str:
-        (then, step), (now, _) = self._marks[0], self._marks[-1]
-        if self._step <= step or now <= then:
-            return ""
-        rate = (self._step - step) / (now - then)
-        left = datetime.timedelta(seconds=round((self._num_steps - self._step) / rate))
-        return f"{_number(rate)} steps/s" + (f"  {left} left" if left else "")

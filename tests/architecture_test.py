@@ -14,13 +14,16 @@ MODULES = sorted(path.stem for path in PACKAGE.glob("*.py"))
 LAYERS = [
     {"main", "inspect"},
     {"train"},
+    {"evaluation"},
     {"start"},
     {"programs"},
     {"experiment", "feed"},
+    {"updates"},
     {"devices", "checkpoint", "hooks"},
     {"collectives", "checkpoint_folder", "data", "precision"},
     {"leaves", "positions", "metrics", "config", "config_file"},
     {"optimizers", "train_state", "workdir", "writers"},
+    {"console", "pictures", "schedules"},
     {"errors"},
 ]
 
@@ -28,7 +31,8 @@ LAYERS = [
 DOORS = {
     "orbax": {"checkpoint"},
     "tensorboardX": {"writers"},
-    "rich": {"writers", "inspect"},
+    "rich": {"console", "inspect"},
+    "PIL": {"pictures"},
     "jmp": {"precision"},
     "grain": set(),
     "matplotlib": set(),

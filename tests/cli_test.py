@@ -50,8 +50,8 @@ def calls(monkeypatch):
         stop = experiment.config.stop_after or experiment.config.num_steps
         return types.SimpleNamespace(step=stop)
 
-    def evaluate(experiment, workdir, checkpoint="latest"):
-        calls.append(("evaluate", checkpoint, workdir))
+    def evaluate(experiment, workdir, checkpoint, *, predictions):
+        calls.append(("evaluate", checkpoint, workdir, predictions))
         return {"test": {"accuracy": 0.98765432, "loss": 1.5}}
 
     monkeypatch.setattr(main, "train", train)
@@ -77,6 +77,7 @@ def calls(monkeypatch):
         (["--config=toy.py", "--zzz"], ["unknown flag --zzz", "--help"]),
         (["--config=toy.py", "--cpu_devices=two"], ["--cpu_devices=two"]),
         (["--config=toy.py", "--checkpoint=best"], ["--checkpoint=best", "add --mode=eval"]),
+        (["--config=toy.py", "--predictions=p.npz"], ["--predictions=p.npz", "add --mode=eval"]),
         (["--config=toy.py", "--mode=eval", "--checkpoint=new"], ["--checkpoint=new", "step"]),
         (["--config=toy.py", "--mode=eval", "--checkpoint=-3"], ["--checkpoint=-3", "step"]),
         (["--config=toy.py", "--flagfile=missing"], ["missing"]),
@@ -141,7 +142,7 @@ def test_flagfile_holds_overrides_too(toy, calls, tmp_path):
 )
 def test_evaluation_prints_a_line_for_each_number(toy, calls, capsys, flags, checkpoint):
     assert main.run([f"--config={toy}", "--mode=eval", *flags]) == 0
-    assert calls == [("evaluate", checkpoint, "runs/toy")]
+    assert calls == [("evaluate", checkpoint, "runs/toy", None)]
     assert capsys.readouterr().out == "test accuracy 0.987654\ntest loss 1.5\n"
 
 
@@ -209,6 +210,6 @@ def test_process_shows_the_users_log_and_traceback_but_not_the_libraries_reports
     assert "Traceback" in done.stderr
     assert "broken.py" in done.stderr
     assert done.stderr.rstrip().endswith("ZeroDivisionError: division by zero")
-    assert "] of mine\n" in done.stderr
+    assert "of mine\n" in done.stderr
     assert "] warned\n" in done.stderr
-    assert "] of jax\n" not in done.stderr
+    assert "of jax\n" not in done.stderr

@@ -89,6 +89,7 @@ def test_base_config_has_these_fields_and_defaults():
         "stop_after": None,
         "precision": None,
         "ema_decay": None,
+        "eval_raw": False,
         "grad_clip_norm": None,
         "compilation_cache": None,
     }

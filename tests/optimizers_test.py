@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from haikutrain import optimizers
+from haikutrain import optimizers, schedules
 from haikutrain.errors import UsageError
 
 PARAMS = {
@@ -56,9 +56,9 @@ def test_schedules_follow_their_formulas(step):
     linear = rise if step < warmup else peak + (end - peak) * t
     constant = peak * min(step / warmup, 1.0)
     for schedule, expected in (
-        (optimizers.warmup_cosine(peak, num_steps, warmup, end), cosine),
-        (optimizers.warmup_linear(peak, num_steps, warmup, end), linear),
-        (optimizers.warmup_constant(peak, warmup), constant),
+        (schedules.warmup_cosine(peak, num_steps, warmup, end), cosine),
+        (schedules.warmup_linear(peak, num_steps, warmup, end), linear),
+        (schedules.warmup_constant(peak, warmup), constant),
     ):
         for given in (step, jnp.int32(step)):
             value = schedule(given)
@@ -68,16 +68,16 @@ def test_schedules_follow_their_formulas(step):
 
 def test_without_warmup_the_first_step_has_the_peak():
     for schedule in (
-        optimizers.warmup_cosine(0.5, 10),
-        optimizers.warmup_linear(0.5, 10),
-        optimizers.warmup_constant(0.5),
+        schedules.warmup_cosine(0.5, 10),
+        schedules.warmup_linear(0.5, 10),
+        schedules.warmup_constant(0.5),
     ):
         assert schedule(0) == 0.5
 
 
 @pytest.mark.parametrize("warmup_steps", [-1, 100, 101])
 def test_a_warmup_longer_than_the_run_is_refused(warmup_steps):
-    for schedule in (optimizers.warmup_cosine, optimizers.warmup_linear):
+    for schedule in (schedules.warmup_cosine, schedules.warmup_linear):
         with pytest.raises(UsageError, match=f"warmup_steps={warmup_steps} with num_steps=100"):
             schedule(0.1, 100, warmup_steps)
 
