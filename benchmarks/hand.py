@@ -1,8 +1,8 @@
 """The other side: a pmapped training loop as an expert would write it by hand, and nothing more.
 
-No logging, no checkpoints, no checks: batches sliced by a permutation, each on the devices while the
-step before it runs; one packed mean over the devices; a donated, replicated state without a device
-axis; metrics that nobody reads.
+No logging, no checkpoints, no checks: batches sliced by a permutation, each on the devices while
+the step before it runs; one packed mean over the devices; a donated, replicated state without a
+device axis; the same metrics, the gradients' norm among them, that nobody reads.
 """
 
 import time
@@ -51,6 +51,7 @@ def make_update(network: Any, optimizer: optax.GradientTransformation) -> Callab
         grads, (network_state, metrics) = jax.grad(mean_loss, has_aux=True)(params)
         grads, network_state, metrics = packed_pmean((grads, network_state, metrics))
         updates, opt_state = optimizer.update(grads, opt_state, params)
+        metrics["grad_norm"] = optax.tree.norm(grads)
         return (optax.apply_updates(params, updates), network_state, opt_state), metrics
 
     return jax.pmap(update, axis_name=AXIS, in_axes=(None, 0), out_axes=None, donate_argnums=0)

@@ -11,6 +11,7 @@ from haikutrain.leaves import take
 from haikutrain.metrics import Rows
 from haikutrain.optimizers import (
     decay_mask,
+    ema,
     freeze,
     make_optimizer,
     mask_by_name,
@@ -18,6 +19,7 @@ from haikutrain.optimizers import (
     scale_by_learning_rate,
 )
 from haikutrain.pictures import grid
+from haikutrain.pipeline import GrainDataset
 from haikutrain.schedules import epochs, warmup_constant, warmup_cosine, warmup_linear
 from haikutrain.train import ReplicasDiffer, evaluate, restore, train
 from haikutrain.train_state import TrainState
@@ -29,6 +31,7 @@ __all__ = [
     "ArrayDataset",
     "CheckpointDamaged",
     "Experiment",
+    "GrainDataset",
     "MetricWriter",
     "ReplicasDiffer",
     "Rows",
@@ -41,6 +44,7 @@ __all__ = [
     "decay_mask",
     "digest",
     "digits",
+    "ema",
     "epochs",
     "evaluate",
     "every",

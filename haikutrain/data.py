@@ -4,7 +4,9 @@ A dataset answers one of two protocols.
 
 By step: `batch(step, rows)` returns the rows `rows` (a slice) of global batch number `step`, a
 pure function. `batch_size` is the rows of a full batch (default: the config's); `len()` the number
-of batches of a finite one. There is nothing to save and any step can be had at once.
+of batches of a finite one. There is nothing to save and any step can be had at once. Where a batch
+takes long to make, a generator `batches(first, rows)` gives batches `first`, `first` + 1, ... and
+makes them ahead.
 
 By iterator: iterating yields this process's rows of one global batch after the other; the iterator
 has `get_state()` and `set_state(state)`, where the state is plain data, bytes or arrays. For
@@ -14,9 +16,12 @@ A batch is a pytree of arrays with equal leading size. It belongs to the framewo
 dataset never overwrites a buffer that it has yielded.
 """
 
+import contextlib
 import functools
 import importlib.resources
+import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -72,7 +77,7 @@ class ArrayDataset:
 
     def _positions(self, begin: int, end: int) -> np.ndarray:
         """Row indices at positions [begin, end) of the endless row of epochs."""
-        parts = []
+        parts: list[np.ndarray] = []
         while begin < end or not parts:
             epoch, offset = divmod(begin, self.num_examples)
             size = max(0, min(end - begin, self.num_examples - offset))
@@ -126,6 +131,16 @@ def digits(split: str) -> dict[str, np.ndarray]:
         "image": images[..., None].astype(np.float32) / 16,
         "label": labels.astype(np.int32),
     }
+
+
+@contextlib.contextmanager
+def batches_from(dataset: Any, first: int, rows: slice) -> Iterator[Iterator[Any]]:
+    """The rows `rows` of batches `first`, `first` + 1, ... of a dataset by step."""
+    if hasattr(dataset, "batches"):
+        with contextlib.closing(dataset.batches(first, rows)) as batches:
+            yield batches
+    else:
+        yield (dataset.batch(step, rows) for step in itertools.count(first))
 
 
 def describe(batch: Any) -> dict[str, str]:

@@ -7,14 +7,14 @@ import inspect
 import itertools
 import queue
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from haikutrain import devices
-from haikutrain.data import count_rows, describe
+from haikutrain import devices, pipeline
+from haikutrain.data import batches_from, count_rows, describe
 from haikutrain.errors import UsageError
 
 
@@ -81,7 +81,7 @@ class TrainFeed:
     """
 
     def __init__(self, dataset: Any, batch_size: int):
-        self._dataset = dataset
+        self._dataset = dataset = pipeline.adapt(dataset, batch_size)
         self._batch_size = batch_size
         self._rows = devices.local_rows(batch_size)
         self._by_step = _is_by_step(dataset)
@@ -121,6 +121,9 @@ class TrainFeed:
             "examples": _number(self._dataset, "num_examples"),
             "seed": _number(self._dataset, "seed"),
             "row": describe(self.first),
+            # A position holds for the rows of one process among so many.
+            **({} if self._by_step else {"processes": jax.process_count()}),
+            **pipeline.describe(self._dataset),
         }
 
     def check_length(self, end: int) -> None:
@@ -129,7 +132,7 @@ class TrainFeed:
         if length is not None and length < end:
             raise UsageError(
                 f"train_data has {length} batches and the run needs {end}; make it endless "
-                "(an ArrayDataset with a seed is)"
+                "(an ArrayDataset with a seed is; in grain: .repeat())"
             )
 
     @property
@@ -150,7 +153,8 @@ class TrainFeed:
         """
         if self._by_step:
             # A transfer overlaps the step before it; a thread would only take the GIL.
-            yield _ahead(self._place(batches, None) for batches in self._by_steps(plan))
+            with contextlib.closing(self._by_steps(plan)) as steps:
+                yield _ahead(self._place(batches, None) for batches in steps)
             return
         if position is not None:
             assert self._iterator is not None
@@ -159,10 +163,12 @@ class TrainFeed:
         with contextlib.closing(_Prefetch(pulled)) as items:
             yield items
 
-    def _by_steps(self, plan: Iterable[tuple[int, int]]) -> Iterator[list[Any]]:
-        for first, count in plan:
-            steps = range(first, first + count)
-            yield [self._checked(self._dataset.batch(s, self._rows), s) for s in steps]
+    def _by_steps(self, plan: Iterable[tuple[int, int]]) -> Generator[list[Any], None, None]:
+        with contextlib.ExitStack() as stack:
+            made = None
+            for first, count in plan:
+                made = made or stack.enter_context(batches_from(self._dataset, first, self._rows))
+                yield [self._checked(next(made), first + i) for i in range(count)]
 
     def _by_iterator(self, plan: Iterable[tuple[int, int]]) -> Iterator[tuple[list[Any], Any]]:
         assert self._iterator is not None
@@ -269,7 +275,7 @@ class EvalFeed:
     """
 
     def __init__(self, dataset: Any, split: str, batch_size: int):
-        self._dataset = dataset
+        self._dataset = dataset = pipeline.adapt(dataset, batch_size)
         self._source = f"eval_data ({split!r})"
         self._size = getattr(dataset, "batch_size", batch_size)
         self._length = _length(dataset)
@@ -285,13 +291,20 @@ class EvalFeed:
                 f"{self._source} is a {type(dataset).__name__}, which cannot be iterated anew for "
                 "each evaluation; return a dataset, or a list of batches"
             )
-        first = next(self._batches(), None)
+        first = self._first()
         if first is None:
             raise UsageError(f"{self._source} is empty")
         self._full = self._full_rows(count_rows(first, self._source))
         batch, mask = self._padded(first)
         self.shapes = self._place(batch, mask, 0)
         """An item like those of `items`."""
+
+    def _first(self) -> Any:
+        if not self._by_step:
+            return next(iter(self._dataset), None)
+        rows = devices.local_rows(-(-self._size // devices.device_count()) * devices.device_count())
+        self._rows = slice(rows.start, min(rows.stop, self._size))
+        return self._dataset.batch(0, self._rows) if self._length else None
 
     def items(self) -> Iterator[EvalItem]:
         """All batches, each on the devices before it is asked for."""
@@ -309,10 +322,8 @@ class EvalFeed:
         if not self._by_step:
             yield from self._dataset
             return
-        assert self._length is not None
-        rows = devices.local_rows(-(-self._size // devices.device_count()) * devices.device_count())
-        for step in range(self._length):
-            yield self._dataset.batch(step, slice(rows.start, min(rows.stop, self._size)))
+        with batches_from(self._dataset, 0, self._rows) as batches:
+            yield from itertools.islice(batches, self._length)
 
     def _padded(self, batch: Any) -> tuple[Any, np.ndarray]:
         rows = count_rows(batch, self._source)

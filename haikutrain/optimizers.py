@@ -157,7 +157,7 @@ def clip_by_global_norm(grads: Tree, max_norm: float, norm: chex.Array) -> Tree:
     return jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)
 
 
-def ema(average: Tree, new: Tree, decay: float) -> Tree:
+def ema(average: Tree, new: Tree, decay: float | chex.Array) -> Tree:
     """`decay * average + (1 - decay) * new`, the exponential moving average.
 
     Float leaves are averaged in float32 (or wider, if they are) and keep the dtype they have in

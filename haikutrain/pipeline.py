@@ -74,11 +74,17 @@ class GrainDataset:
         self.num_workers = num_workers
         self.num_examples = _examples(dataset)
         self._dataset = dataset
-        self._batched = any(isinstance(node, _batch_class()) for node in _nodes(dataset))
+        own = _own_batch_size(dataset)
+        self._batched = own is not None
         if len(dataset) == 0:
             raise UsageError("the grain.MapDataset is empty")
-        if not self._batched:
+        if own is None:
             _refuse_gaps(dataset)
+        elif own != batch_size:
+            raise UsageError(
+                f"the grain.MapDataset has batches of {own} and batch_size is {batch_size}; make "
+                "them equal, or leave .batch out"
+            )
 
     def __len__(self) -> int:
         """The number of batches; raises TypeError for an endless dataset."""
@@ -100,109 +106,106 @@ class GrainDataset:
     def _stream(self, first: int, last: int, rows: slice, num_workers: int) -> Iterator[Any]:
         import grain
 
-        parts = _Parts(self._dataset, self._batched, self.batch_size, rows, first, last)
-        parts.divide(num_workers or _THREADS)
+        parts = _Parts(self, rows, range(first, last), num_workers or _THREADS)
         # A worker has its queue, and one thread, to be ahead; a thread pool needs a buffer.
         ahead = (0, 0) if num_workers else (_THREADS, 2 * parts.count)
         made = grain.MapDataset.source(parts).to_iter_dataset(grain.ReadOptions(*ahead))
         if num_workers:
             if not flags.FLAGS.is_parsed():  # In a notebook; grain reads its own flags.
                 flags.FLAGS.mark_as_parsed()
-            options = grain.MultiprocessingOptions(num_workers, per_worker_buffer_size=1)
-            made = made.mp_prefetch(options, worker_init_fn=_begin_worker)
+            # Through pipes: shared memory is 64 MB in many a container, and a worker that finds
+            # it full dies.
+            options = grain.experimental.DatasetOptions(min_shm_size=sys.maxsize)
+            made = grain.experimental.WithOptionsIterDataset(made, options).mp_prefetch(
+                grain.MultiprocessingOptions(num_workers), worker_init_fn=_begin_worker
+            )
         with contextlib.closing(iter(made)) as iterator:
             while batch := list(itertools.islice(iterator, parts.count)):
-                # Always a copy: what a worker has sent lies in memory that goes back to it.
-                yield jax.tree.map(lambda *part: np.concatenate(part), *batch)
+                yield _joined(batch)
 
 
 class _Parts:
-    """What the workers run: random access to the parts of batches `first` to `last` - 1."""
+    """What the workers run: random access to the parts of batches, each with its first row."""
 
-    def __init__(
-        self, dataset: Any, batched: bool, batch_size: int, rows: slice, first: int, last: int
-    ):
-        self._dataset = dataset
-        self._batched = batched
-        self._batch_size = batch_size
-        self._begin, self._end, _ = rows.indices(batch_size)
-        self._first = first
-        self._last = last
-        self._elements = len(dataset)
-        self.count = 1
-
-    def divide(self, workers: int) -> None:
-        """Cuts each batch into so many parts, if it can be."""
+    def __init__(self, dataset: GrainDataset, rows: slice, batches: range, workers: int):
+        self._dataset = dataset._dataset
+        self._batched = dataset._batched
+        self._batch_size = dataset.batch_size
+        self._begin, self._end, _ = rows.indices(dataset.batch_size)
+        self._batches = batches
+        self._elements = len(self._dataset)
         self.count = 1 if self._batched else max(1, min(workers, self._end - self._begin))
+        """The parts of a batch."""
 
     def __len__(self) -> int:
-        return min((self._last - self._first) * self.count, sys.maxsize)
+        return min(len(self._batches) * self.count, sys.maxsize)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> tuple[int, Any]:
         batch, part = divmod(index, self.count)
-        batch += self._first
-        if self._batched:
-            return self._cut(batch)
-        rows = self._end - self._begin
+        batch = self._batches[batch]
         start = batch * self._batch_size + self._begin
+        if self._batched:
+            return start, self._cut(batch)
+        rows = self._end - self._begin
         begin, end = start + rows * part // self.count, start + rows * (part + 1) // self.count
-        indices = range(begin, min(end, self._elements))
-        if indices:
-            return _stacked([self._dataset[i] for i in indices], begin)
+        numbers = range(begin, min(end, self._elements))
+        if numbers:
+            return begin, _stacked({number: self._dataset[number] for number in numbers})
         # The last batch has no rows for this process, but they have a shape.
-        return jax.tree.map(lambda leaf: leaf[:0], _stacked([self._dataset[0]], 0))
+        return 0, jax.tree.map(lambda leaf: leaf[:0], _stacked({0: self._dataset[0]}))
 
     def _cut(self, batch: int) -> Any:
         whole = jax.tree.map(np.asarray, self._dataset[batch])
         sizes = {leaf.shape[:1] for leaf in jax.tree.leaves(whole)}
-        smaller = batch == self._elements - 1 and max(sizes) < (self._batch_size,)
-        if sizes != {(self._batch_size,)} and not (smaller and len(sizes) == 1):
-            found = {path: leaf.shape[:1] for path, leaf in by_path(whole).items()}
+        # The last batch of a finite dataset may be smaller; who repeats one repeats that as well.
+        if sizes != {(self._batch_size,)} and (len(sizes) != 1 or batch != self._elements - 1):
+            found = {path: x.shape[0] if x.ndim else None for path, x in by_path(whole).items()}
             raise UsageError(
                 f"batch {batch} of the grain.MapDataset has leading sizes {found}, and batch_size "
-                f"is {self._batch_size}; end it in .repeat().batch({self._batch_size}), or give it "
-                "without .batch"
+                f"is {self._batch_size}; end it in .repeat().batch({self._batch_size}), or leave "
+                ".batch out"
             )
         return jax.tree.map(lambda leaf: leaf[self._begin : self._end], whole)
 
 
-def _stacked(examples: list[Any], first: int) -> Any:
-    """Examples `first`, `first` + 1, ... as one pytree of arrays `[n, ...]`."""
-    rows = [jax.tree.flatten(example) for example in examples]
-    columns = list(zip(*[map(np.asarray, leaves) for leaves, _ in rows], strict=False))
-    same = all(row == rows[0][1] for _, row in rows) and all(
-        leaf.shape == column[0].shape and leaf.dtype == column[0].dtype
-        for column in columns
-        for leaf in column
+def _stacked(examples: dict[int, Any]) -> Any:
+    """Examples, under their numbers, as one pytree of arrays `[n, ...]`."""
+    kinds = [_kind(example) for example in examples.values()]
+    numeric = all(dtype.kind in "biufcV" for _, dtype in kinds[0][1])  # V: bfloat16.
+    if not numeric or not kinds[0][1] or kinds.count(kinds[0]) < len(kinds):
+        _refuse({number: _look(example) for number, example in examples.items()})
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *examples.values())
+
+
+def _joined(parts: list[tuple[int, Any]]) -> Any:
+    """The parts of a batch as one: `[n, ...]`."""
+    trees = [tree for _, tree in parts]
+    kinds = [_kind(tree, skip=1) for tree in trees]
+    if kinds.count(kinds[0]) < len(kinds):
+        _refuse({number: _look(tree, skip=1) for number, tree in parts})
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *trees)
+
+
+def _kind(tree: Any, skip: int = 0) -> tuple[Any, list[tuple[tuple[int, ...], np.dtype]]]:
+    """What must be equal in all examples; `skip` leading axes may differ."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [(np.shape(leaf)[skip:], np.asarray(leaf).dtype) for leaf in leaves]
+
+
+def _look(tree: Any, skip: int = 0) -> Any:
+    arrays = {path: np.asarray(leaf) for path, leaf in by_path(tree).items()}
+    return {path: f"{x.dtype}{list(x.shape[skip:])}" for path, x in arrays.items()} or repr(tree)
+
+
+def _refuse(looks: dict[int, Any]) -> NoReturn:
+    first, expected = next(iter(looks.items()))
+    others = (number for number, look in looks.items() if look != expected)
+    number = next(others, None)
+    what = "" if number is None else f", and example {number} is {looks[number]}"
+    raise UsageError(
+        f"example {first} of the grain.MapDataset is {expected}{what}; map them all to numbers and "
+        "numeric arrays of the same names, shapes and dtypes"
     )
-    numeric = all(column[0].dtype.kind in "biufcV" for column in columns)
-    if not (same and numeric and columns):
-        _refuse(examples, first)
-    return jax.tree.unflatten(rows[0][1], [np.stack(column) for column in columns])
-
-
-def _refuse(examples: list[Any], first: int) -> NoReturn:
-    looks = [
-        {path: f"{x.dtype}{list(x.shape)}" for path, x in _arrays(example).items()} or repr(example)
-        for example in examples
-    ]
-    for number, (example, look) in enumerate(zip(examples, looks, strict=True), first):
-        for path, array in _arrays(example).items():
-            if array.dtype.kind not in "biufcV":
-                raise UsageError(
-                    f"example {number} of the grain.MapDataset has {array.dtype} at {path!r}; "
-                    "map it to numbers, or leave it out"
-                )
-        if not isinstance(look, dict) or look != looks[0]:
-            raise UsageError(
-                f"example {number} of the grain.MapDataset is {look}, and example {first} is "
-                f"{looks[0]}; map them all to the same names, shapes and dtypes"
-            )
-    raise UsageError(f"examples of the grain.MapDataset have another structure from {first} on")
-
-
-def _arrays(example: Any) -> dict[str, np.ndarray]:
-    return {path: np.asarray(leaf) for path, leaf in by_path(example).items()}
 
 
 def _begin_worker(index: int, count: int) -> None:
@@ -226,8 +229,10 @@ def _end_with_parent() -> None:
 
 
 def adapt(dataset: Any, batch_size: int) -> Any:
-    """A `GrainDataset` for a bare `MapDataset`; anything else as it is."""
-    return GrainDataset(dataset, batch_size) if _is_grain(dataset, "MapDataset") else dataset
+    """A bare `MapDataset` as a `GrainDataset`, of its own batch size if it has one; others as is."""
+    if not _is_grain(dataset, "MapDataset"):
+        return dataset
+    return GrainDataset(dataset, _own_batch_size(dataset) or batch_size)
 
 
 def describe(dataset: Any) -> dict[str, Any]:
@@ -255,10 +260,13 @@ def _nodes(dataset: Any) -> Iterator[Any]:
             nodes.extend(node.parents or getattr(node, "_datasets", ()))  # Of mp_prefetch.
 
 
-def _batch_class() -> type:
+def _own_batch_size(dataset: Any) -> int | None:
+    """The B of the last `.batch(B)` of a `MapDataset`."""
     import grain
 
-    return type(grain.MapDataset.range(1).batch(1))
+    batched = type(grain.MapDataset.range(1).batch(1))
+    sizes = (node._batch_size for node in _nodes(dataset) if isinstance(node, batched))
+    return next(sizes, None)
 
 
 def _refuse_gaps(dataset: Any) -> None:
@@ -278,11 +286,11 @@ def _examples(dataset: Any) -> int:
 
 
 def _seeds(dataset: Any) -> list[int]:
-    """Every seed in it. grain has no public name for them: a test holds where they are."""
+    """The seeds given in it. grain has no public name for them: a test holds where they are."""
     return [
         int(getattr(owner, name))
         for node in _nodes(dataset)
         for owner in (node, getattr(node, "_rng_pool", None))
         for name in ("_seed_rng_seed", "_seed")
-        if getattr(owner, name, None) is not None
+        if getattr(owner, name, None) is not None and "_default_seed" not in vars(node)
     ]

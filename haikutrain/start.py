@@ -236,11 +236,20 @@ def _check_same_run(task: Task, meta: Mapping[str, Any]) -> None:
     for change in configs.check_same_run(meta["config"], task.config):
         logging.warning("changed since the checkpoint was written: config.%s", change)
     before, now = meta["data"], task.feed.fingerprint()
+    if now["protocol"] == "by step" and "workers" in now:  # They only work ahead.
+        was, workers = before.get("workers"), now.pop("workers")
+        if was != workers:
+            logging.warning("train_data had %s worker processes, and has %s", was, workers)
     changes = [
         f"{name} was {before.get(name)} and is {now[name]}"
         for name in now
         if before.get(name) != now[name]
     ]
+    if "processes" in now and before.get("processes") != now["processes"]:
+        changes.append(
+            "the position of an iterator is lost on another number of processes, and that of a "
+            "grain.MapDataset, or of any dataset by step, is not"
+        )
     if changes:
         raise UsageError(
             f"train_data has changed since the checkpoint was written, so that the run could not "

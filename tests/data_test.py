@@ -1,5 +1,6 @@
 """Datasets: which example stands where, and what is refused."""
 
+import itertools
 import random
 
 import jax
@@ -18,7 +19,7 @@ def ids(examples, **kwargs):
 
 
 def by_hand(examples, batch_size, seed, step):
-    """The ids of batch `step`: row s of the endless row of epochs, each a permutation of its own."""
+    """The ids of batch `step`: from the endless row of shuffled epochs."""
     epochs = 2 + (step + 1) * batch_size // examples
     endless = np.concatenate(
         [np.random.default_rng([seed, epoch]).permutation(examples) for epoch in range(epochs)]
@@ -69,7 +70,7 @@ def test_the_rows_of_all_processes_are_the_global_batch(examples, size, processe
         for step in steps:
             parts = [
                 ids(examples, batch_size=size, seed=seed).batch(step, slice(*pair))["id"]
-                for pair in zip(edges[:-1], edges[1:], strict=True)
+                for pair in itertools.pairwise(edges)
             ]
             np.testing.assert_array_equal(np.concatenate(parts), whole.batch(step)["id"])
 
@@ -216,7 +217,7 @@ def test_digits_are_1437_and_360_different_pictures():
 
 
 def test_digits_has_two_splits():
-    with pytest.raises(UsageError, match="'validation'.*'train' or 'test'"):
+    with pytest.raises(UsageError, match=r"'validation'.*'train' or 'test'"):
         haikutrain.digits("validation")
 
 

@@ -200,7 +200,7 @@ def test_place_replicates_strong_types_and_keeps_keys():
 
 def test_place_never_shares_memory_with_what_it_was_given():
     array, on_device = aligned(64, 64), jnp.full(5, 3.0)
-    placed = devices.place({"numpy": array, "jax": on_device})
+    placed = devices.place({"numpy": array, "twice": array, "jax": on_device})
     again = devices.place(placed)
     array[:] = 7
     donate = devices.Program(
@@ -212,6 +212,7 @@ def test_place_never_shares_memory_with_what_it_was_given():
     after = donate(placed, devices.place_batch(np.zeros(4)))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(placed))
     np.testing.assert_array_equal(after["numpy"], np.ones((64, 64)))
+    np.testing.assert_array_equal(after["twice"], np.ones((64, 64)))
     np.testing.assert_array_equal(again["numpy"], np.zeros((64, 64)))
     np.testing.assert_array_equal(again["jax"], np.full(5, 3.0))
     np.testing.assert_array_equal(on_device, np.full(5, 3.0))

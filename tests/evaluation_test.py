@@ -103,7 +103,7 @@ def test_a_batchs_mean_is_exact_over_full_batches(fixed):
 
 @pytest.mark.parametrize("examples, size", [(10, 4), (8, 6), (3, 16)])
 def test_a_batchs_mean_is_refused_over_padded_ones(fixed, examples, size):
-    with pytest.raises(UsageError, match=r"'eval': \['mean'\] are means .* value an example, \[B\]"):
+    with pytest.raises(UsageError, match=r"'eval': \['mean'\] are means of a batch.*an example"):
         evaluated(
             fixed,
             evaluate=batch_mean,

@@ -145,14 +145,19 @@ def test_training_and_evaluation_stay_near_float32s(drive, tiny):
     assert losses[0] != losses[1]
 
 
-def run(function, *arguments, text=BF16):
-    """The result, params and state of a Haiku function under a policy."""
+def under(text, function):
+    """The Haiku function under a policy, transformed."""
 
     def under_policy(*arguments):
         with precision.applied(precision.policy(text)):
             return function(*arguments)
 
-    network = hk.transform_with_state(under_policy)
+    return hk.transform_with_state(under_policy)
+
+
+def run(function, *arguments, text=BF16):
+    """The result, params and state of a Haiku function under a policy."""
+    network = under(text, function)
     params, state = network.init(jax.random.key(0), *arguments)
     result, state = network.apply(params, state, None, *arguments)
     return result, params, state
@@ -180,6 +185,25 @@ def test_batch_norm_keeps_statistics_that_bfloat16_cannot(norm, inside):
     assert np.asarray(result).std() == pytest.approx(1, abs=1e-2)
     assert result.dtype == jnp.float32
     assert float_dtypes((params, state)) == {"float32"}
+
+
+def test_state_is_float32_whatever_a_module_asks_for_or_sets():
+    class Keeping(hk.Module):
+        def __call__(self, x):
+            asked = hk.get_state("asked", [3], x.dtype, init=jnp.zeros)
+            hk.set_state("asked", (asked + x.mean(axis=0)).astype(x.dtype))
+            hk.set_state("only_set", {"mean": x.mean(axis=0), "rows": jnp.int32(x.shape[0])})
+            assert x.dtype == jnp.bfloat16
+            return x
+
+    network = under(BF16, lambda x: Keeping()(x))
+    x = np.full((2, 3), 0.5, np.float32)
+    _, first = network.init(None, x)
+    _, second = network.apply({}, first, None, x)
+    for state in (first, second):
+        assert float_dtypes(state) == {"float32"}
+        assert state["keeping"]["only_set"]["rows"].dtype == jnp.int32
+    np.testing.assert_array_equal(second["keeping"]["asked"], [0.5] * 3)
 
 
 @pytest.mark.parametrize("output", ["float32", "bfloat16", "float16"])

@@ -85,5 +85,5 @@ def closed(tmp_path):
 def test_a_folder_that_may_not_be_entered_is_refused(closed, where):
     folder = Workdir(closed / where)
     folder.check_owner("digits:Digits")
-    with pytest.raises(UsageError, match="cannot be written .Permission denied"):
+    with pytest.raises(UsageError, match=r"cannot be written \(Permission denied"):
         folder.check_writable()
