@@ -5,7 +5,6 @@ import dataclasses
 import json
 import math
 import os
-import pathlib
 import queue
 import statistics
 import subprocess
@@ -197,18 +196,13 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def in_fresh_process(script: str, *arguments: Any, **environment: str) -> dict[str, Any]:
+def in_fresh_process(script: str, *arguments: Any) -> dict[str, Any]:
     """Runs a script and returns the JSON object that it prints last."""
     command = [sys.executable, script, *map(str, arguments)]
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, **environment}
-    )
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def row_of(script: str, *arguments: Any) -> Row:
     """The row that a script prints as JSON."""
     return Row(**in_fresh_process(script, *arguments))
-
-
-HERE = pathlib.Path(__file__).parent

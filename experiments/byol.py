@@ -22,7 +22,7 @@ def get_config(variant="pretrain"):
     config.optimizer = haikutrain.optimizer_config()
     if variant == "pretrain":
         config.experiment = ":Byol"
-        config.num_steps = 1000
+        config.num_steps = 1500
         config.eval_every = 250
         config.hidden, config.projection = 128, 32  # Widths of the projector and the predictor.
         config.target_decay = 0.99  # At the beginning; 1 at the end.
@@ -170,7 +170,7 @@ class Byol(haikutrain.Experiment):
 
 
 def probe(features, labels, fitted, tested):
-    """Fits a linear classifier to the rows `fitted` (ridge regression); its accuracy on `tested`."""
+    """The accuracy on rows `tested` of a linear classifier, ridge regression, of `fitted`."""
     x = (features - features[fitted].mean(0)) / (features[fitted].std(0) + 1e-6)
     x = np.append(x, np.ones((len(x), 1)), axis=1).astype(np.float64)
     known = x[fitted]

@@ -1,7 +1,21 @@
-"""ResNet-18 or -50 for 32x32 pictures, on CIFAR-10 and CIFAR-100; or on up-scaled digits.
+"""ResNet-18 or -50 for 32x32 pictures: CIFAR-10, CIFAR-100, or handwritten digits made larger.
 
 python -m haikutrain.main --config=experiments/cifar_resnet.py:digits
+
+2 minutes on 2 CPU cores (111 s of CPU time); 99.7 % of the 360 held-out digits, with the averaged
+and with the raw weights. For CIFAR, whose files it reads from config.data_dir, name no variant, or
+cifar100; --config.depth=50 takes the larger network. The picture of the confusion matrix needs
+Pillow: pip install 'haikutrain[images]'.
+
+The recipe is that of T. DeVries and G. Taylor, https://arxiv.org/abs/1708.04552 (crop, flip, SGD
+with Nesterov's momentum, batches of 128, rate 0.1, decay 5e-4, 200 epochs), who report 95.28 % for
+CIFAR-10 and 77.54 % for CIFAR-100 without cutout; with warm-up, cosine, smoothed labels, and no
+decay of biases and norms from T. He et al., https://arxiv.org/abs/1812.01187, in place of steps in
+the rate; and with averaged weights. Verified here: the numbers of parameters, the files' format,
+training on digits. Not verified: what CIFAR comes to, since it is not at hand.
 """
+
+from typing import Any
 
 import haiku as hk
 import jax
@@ -17,7 +31,8 @@ ARCHIVES = {
     "cifar100": "train.bin and test.bin, which are in "
     "https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz",
 }
-MEAN, STD = np.float32([125.3, 123.0, 113.9]), np.float32([63.0, 62.1, 66.7])  # Of CIFAR-10.
+MEAN = np.array([125.3, 123.0, 113.9], np.float32)  # Of CIFAR-10.
+STD = np.array([63.0, 62.1, 66.7], np.float32)
 
 
 def get_config(variant="cifar10"):
@@ -78,9 +93,9 @@ class CifarResNet(haikutrain.Experiment):
     def network(self, x, is_training):
         """Haiku's ResNet with a stem that leaves 32x32 pixels as they are."""
         c = self.config
-        parts = hk.nets.ResNet.CONFIGS[c.depth]
+        parts: Any = hk.nets.ResNet.CONFIGS[c.depth]
         axis = haikutrain.AXIS if c.cross_replica else None
-        norm = {"decay_rate": 0.9, "cross_replica_axis": axis}
+        norm: Any = {"decay_rate": 0.9, "cross_replica_axis": axis}
         x = hk.Conv2D(c.width, 3, with_bias=False, name="stem")(x)
         x = jax.nn.relu(hk.BatchNorm(True, True, **norm, name="stem_norm")(x, is_training))
         for i, channels in enumerate(parts["channels_per_group"]):

@@ -1,12 +1,24 @@
-"""ResNet-50 from a folder of pictures for each class, or from array_record files.
+"""ResNet-50 on ImageNet, from a folder of pictures for each class or from array_record files.
 
 python -m haikutrain.main --config=experiments/imagenet_resnet.py --config.data_dir=imagenet
+
+Not run here: ImageNet is not at hand. The test trains a small network on 96 pictures that it draws,
+in seconds. For another data set set config.classes, config.train_examples and config.batch_size.
+
+The recipe is that of P. Goyal et al., https://arxiv.org/abs/1706.02677, who report 76.3 %: batches
+of 8192 on 256 devices, BatchNorm on each one's 32; the rate 0.1 for each 256 examples, reached in 5
+epochs from 0.1, a tenth after 30, 60 and 80 of 90 epochs; Nesterov's momentum. With :lars it is
+that of Y. You et al., https://arxiv.org/abs/1708.03888, with the rate, the parabola and the
+smoothed labels of MLPerf's reference for 8192. Neither decays or scales biases and norms. Verified
+here: rates and updates by hand, the number of parameters, evaluation by hand on every picture. Not
+verified: the accuracy. The convolutions begin as Haiku's do, not as He's.
 """
 
 import functools
 import io
 import math
 import pathlib
+from typing import Any
 
 import grain
 import haiku as hk
@@ -24,7 +36,8 @@ WANTED = (
     "train/CLASS/*.JPEG and val/CLASS/*.JPEG, or train*.array_record and val*.array_record; "
     "ImageNet (ILSVRC2012) is at https://image-net.org/download"
 )
-MEAN, STD = np.float32([123.675, 116.28, 103.53]), np.float32([58.395, 57.12, 57.375])
+MEAN = np.array([123.675, 116.28, 103.53], np.float32)
+STD = np.array([58.395, 57.12, 57.375], np.float32)
 
 
 def get_config(variant="sgd"):
@@ -63,10 +76,11 @@ class ImageNetResNet(haikutrain.Experiment):
     def loss(self, batch, is_training):
         c = self.config
         axis = haikutrain.AXIS if c.cross_replica else None
+        norm: Any = {"decay_rate": 0.9, "cross_replica_axis": axis}
         network = hk.nets.ResNet(
             c.blocks,
             c.classes,
-            bn_config={"decay_rate": 0.9, "cross_replica_axis": axis},
+            bn_config=norm,
             bottleneck=c.bottleneck,
             channels_per_group=c.channels,
             logits_config={"w_init": hk.initializers.RandomNormal(0.01)},

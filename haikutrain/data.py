@@ -50,10 +50,13 @@ class ArrayDataset:
     def __init__(self, arrays: Any, batch_size: int, seed: int | None = None):
         if batch_size < 1:
             raise UsageError(f"ArrayDataset: batch_size is {batch_size}; it must be >= 1")
-        self._arrays = jax.tree_util.tree_map_with_path(_as_array, arrays)
-        sizes = {path: leaf.shape[0] for path, leaf in by_path(self._arrays).items()}
+        arrays = jax.tree_util.tree_map_with_path(_as_array, arrays)
+        sizes = {path: leaf.shape[0] for path, leaf in by_path(arrays).items()}
         if len(set(sizes.values())) != 1 or 0 in sizes.values():
             raise UsageError(f"ArrayDataset: arrays need one equal leading size > 0, got {sizes}")
+        # Flat, for `jax.tree.map` takes longer than slicing a small batch.
+        self._leaves: list[np.ndarray] = jax.tree.leaves(arrays)
+        self._unflatten = functools.partial(jax.tree.unflatten, jax.tree.structure(arrays))
         self.num_examples: int = next(iter(sizes.values()))
         self.batch_size = batch_size
         self.seed = seed
@@ -71,9 +74,9 @@ class ArrayDataset:
         first = step * self.batch_size
         if self.seed is None:
             last = min(first + end, self.num_examples)
-            return jax.tree.map(lambda a: a[first + begin : last], self._arrays)
+            return self._unflatten([a[first + begin : last] for a in self._leaves])
         index = self._positions(first + begin, first + end)
-        return jax.tree.map(lambda a: a.take(index, axis=0), self._arrays)
+        return self._unflatten([a.take(index, axis=0) for a in self._leaves])
 
     def _positions(self, begin: int, end: int) -> np.ndarray:
         """Row indices at positions [begin, end) of the endless row of epochs."""

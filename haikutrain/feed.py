@@ -90,7 +90,7 @@ class TrainFeed:
             raise UsageError(
                 f"train_data has batch_size {own} and the config {batch_size}; make them equal"
             )
-        self._iterator = None if self._by_step else _resumable(dataset)
+        self._iterator: Any = None if self._by_step else _resumable(dataset)
         self.first = self._first()
         """The first batch, on the host, not consumed: what init looks at. `[B / processes, ...]`"""
         self._signature = _signature(self.first)
@@ -99,7 +99,6 @@ class TrainFeed:
         if self._by_step:
             first = self._dataset.batch(0, self._rows)
         else:
-            assert self._iterator is not None
             start = self.position
             first = next(self._iterator, None)
             self._iterator.set_state(start)
@@ -121,7 +120,6 @@ class TrainFeed:
             "examples": _number(self._dataset, "num_examples"),
             "seed": _number(self._dataset, "seed"),
             "row": describe(self.first),
-            # A position holds for the rows of one process among so many.
             **({} if self._by_step else {"processes": jax.process_count()}),
             **pipeline.describe(self._dataset),
         }
@@ -157,11 +155,12 @@ class TrainFeed:
                 yield _ahead(self._place(batches, None) for batches in steps)
             return
         if position is not None:
-            assert self._iterator is not None
             self._iterator.set_state(position)
-        pulled = (self._place(*pair) for pair in self._by_iterator(plan))
-        with contextlib.closing(_Prefetch(pulled)) as items:
-            yield items
+        with contextlib.ExitStack() as stack:
+            if hasattr(self._iterator, "close"):  # Ends a pipeline's worker processes.
+                stack.callback(self._iterator.close)
+            pulled = (self._place(*pair) for pair in self._by_iterator(plan))
+            yield stack.enter_context(contextlib.closing(_Prefetch(pulled)))
 
     def _by_steps(self, plan: Iterable[tuple[int, int]]) -> Generator[list[Any], None, None]:
         with contextlib.ExitStack() as stack:
@@ -171,7 +170,6 @@ class TrainFeed:
                 yield [self._checked(next(made), first + i) for i in range(count)]
 
     def _by_iterator(self, plan: Iterable[tuple[int, int]]) -> Iterator[tuple[list[Any], Any]]:
-        assert self._iterator is not None
         for first, count in plan:
             drawn = list(itertools.islice(self._iterator, count))
             if len(drawn) < count:
@@ -210,6 +208,7 @@ def _resumable(dataset: Any) -> Any:
             "so a resumed run could not go on where it was; use ArrayDataset, grain, or an "
             "iterator that says its position"
         )
+    pipeline.close_at_exit(iterator)
     return iterator
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from absl import app, flags, logging
 from ml_collections import ConfigDict
 
-from haikutrain import config, config_file, devices
+from haikutrain import config, config_file, devices, pipeline
 from haikutrain.errors import UsageError
 from haikutrain.train import evaluate, how_it_ended, train
 
@@ -260,3 +260,5 @@ def _is_worth_showing(record: python_logging.LogRecord) -> bool:
 
 if __name__ == "__main__":
     sys.exit(run(sys.argv[1:]))
+elif __name__ == "__mp_main__":  # In the worker processes of any pipeline.
+    pipeline.end_with_parent()

@@ -8,6 +8,7 @@ each process makes its own rows of the one global order. A batch is made in part
 in turn; they work ahead and decide nothing.
 """
 
+import atexit
 import contextlib
 import itertools
 import math
@@ -16,6 +17,8 @@ import os
 import signal
 import sys
 import threading
+import time
+import weakref
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -111,6 +114,11 @@ class GrainDataset:
         ahead = (0, 0) if num_workers else (_THREADS, 2 * parts.count)
         made = grain.MapDataset.source(parts).to_iter_dataset(grain.ReadOptions(*ahead))
         if num_workers:
+            if multiprocessing.current_process().daemon:
+                raise UsageError(
+                    "a worker process of GrainDataset has begun to train by itself; put "
+                    'if __name__ == "__main__": around what the script runs'
+                )
             if not flags.FLAGS.is_parsed():  # In a notebook; grain reads its own flags.
                 flags.FLAGS.mark_as_parsed()
             # Through pipes: shared memory is 64 MB in many a container, and a worker that finds
@@ -210,29 +218,41 @@ def _refuse(looks: dict[int, Any]) -> NoReturn:
 
 def _begin_worker(index: int, count: int) -> None:
     """Runs in a worker process before it works."""
+    end_with_parent()
     # They go to all processes of a terminal or a job, and the run may want batches until it ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # A transformation that uses JAX must not take memory of the accelerator that trains.
     jax.config.update("jax_platforms", "cpu")
-    threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
+def end_with_parent() -> None:
+    """Lets this process end soon after its parent; grain's workers outlive one that is killed."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 # --- looking into a pipeline ---------------------------------------------------------------------
 
 
 def adapt(dataset: Any, batch_size: int) -> Any:
-    """A bare `MapDataset` as a `GrainDataset`, of its own batch size if it has one; others as is."""
+    """A bare `MapDataset` as a `GrainDataset`, of its own batch size if it has one; or as it is."""
     if not _is_grain(dataset, "MapDataset"):
         return dataset
     return GrainDataset(dataset, _own_batch_size(dataset) or batch_size)
+
+
+def close_at_exit(iterator: Any) -> None:
+    """Closes an iterator of grain's before its worker processes are taken from it."""
+    if _is_grain(iterator, "DatasetIterator"):
+        alive = weakref.ref(iterator)
+        atexit.register(lambda: (found := alive()) and found.close())
 
 
 def describe(dataset: Any) -> dict[str, Any]:

@@ -144,13 +144,7 @@ def restore_or_init(task: Task, checkpointer: Checkpointer) -> Start:
     """
     step = checkpointer.latest_step()
     if step is not None:
-        meta = checkpointer.read_meta(step)
-        _check_same_run(task, meta)
-        start = _restored(task, checkpointer, step)
-        start.ended = _ended(task, meta, start)
-        if start.ended is None:
-            logging.info("resuming at step %d from %s", step, checkpointer.directory)
-        return start
+        return _resumed(task, checkpointer, step)
     if task.config.restore_from is not None:
         return _restored_from(task, task.config.restore_from)
     logging.info("starting a new run of %d steps", task.config.num_steps)
@@ -162,6 +156,18 @@ def _start(task: Task, state: TrainState, step: int) -> Start:
     stop = min(config.num_steps, config.stop_after or config.num_steps)
     zeros = devices.place(np.zeros(len(task.programs.metric_names), np.float32))
     return Start(state, step, stop, zeros)
+
+
+def _resumed(task: Task, checkpointer: Checkpointer, step: int) -> Start:
+    meta = checkpointer.read_meta(step)
+    changed = _check_same_run(task, meta)
+    start = _restored(task, checkpointer, step)
+    start.ended = _ended(task, meta, start)
+    if start.ended is None:
+        logging.info("resuming at step %d from %s", step, checkpointer.directory)
+    for change in changed:
+        logging.warning("changed since the checkpoint was written: %s", change)
+    return start
 
 
 def _restored(task: Task, checkpointer: Checkpointer, step: int) -> Start:
@@ -180,9 +186,9 @@ def _restored_from(task: Task, path: str) -> Start:
     source = Checkpointer(directory, read_only=True)
     if step is None:
         step = choose_step(source, "latest")
-    logging.info("starting from checkpoint %d of %s", step, directory)
     if task.config.restore_only == "all":
-        return _restored(task, source, step)
+        return _resumed(task, source, step)
+    logging.info("taking weights from checkpoint %d of %s", step, directory)
     if type(task.experiment).warm_start is not Experiment.warm_start:
         saved = source.read(step).state
         state = task.experiment.warm_start(task.programs.init(), saved)
@@ -227,19 +233,21 @@ def choose_step(checkpointer: Checkpointer, checkpoint: str | int) -> int:
     return int(checkpoint)
 
 
-def _check_same_run(task: Task, meta: Mapping[str, Any]) -> None:
+def _check_same_run(task: Task, meta: Mapping[str, Any]) -> list[str]:
+    """Raises UsageError for what must not change; returns what has changed besides."""
     if not same_experiment(meta["experiment"], task.name):
         raise UsageError(
-            f"the workdir holds a run of {meta['experiment']}, and this is {task.name}; give "
-            "another --workdir"
+            f"the checkpoint is of a run of {meta['experiment']}, and this is {task.name}; give "
+            "another --workdir, or take the weights alone (restore_from, restore_only='weights')"
         )
-    for change in configs.check_same_run(meta["config"], task.config):
-        logging.warning("changed since the checkpoint was written: config.%s", change)
+    changed = [
+        f"config.{change}" for change in configs.check_same_run(meta["config"], task.config)
+    ]
     before, now = meta["data"], task.feed.fingerprint()
     if now["protocol"] == "by step" and "workers" in now:  # They only work ahead.
         was, workers = before.get("workers"), now.pop("workers")
         if was != workers:
-            logging.warning("train_data had %s worker processes, and has %s", was, workers)
+            changed.append(f"worker processes of train_data: {was} -> {workers}")
     changes = [
         f"{name} was {before.get(name)} and is {now[name]}"
         for name in now
@@ -256,6 +264,7 @@ def _check_same_run(task: Task, meta: Mapping[str, Any]) -> None:
             f"go on as it was: {'; '.join(changes)}; put it back, or start in another workdir "
             "(restore_from takes the weights along)"
         )
+    return changed
 
 
 def _ended(task: Task, meta: Mapping[str, Any], start: Start) -> str | None:

@@ -1,5 +1,6 @@
 """CIFAR's ResNet: learns up-scaled digits; resumes exactly; reads the real files' format."""
 
+import json
 import pathlib
 
 import haiku as hk
@@ -12,7 +13,7 @@ import haikutrain
 from haikutrain import config_file
 
 FILE = pathlib.Path(__file__).parents[1] / "experiments" / "cifar_resnet.py"
-TINY = {"width": 4, "num_epochs": 4, "cross_replica": True, "log_every": 2, "eval_every": 88}
+TINY = {"width": 4, "num_epochs": 4, "ema_decay": 0.9, "log_every": 2, "eval_every": 89}
 
 
 def flags(changes):
@@ -40,7 +41,7 @@ def test_it_learns_digits_in_four_epochs(trained, log_lines):
     assert line["raw_accuracy"] > 0.9
     assert line["loss"] != line["raw_loss"]
     assert line["worst_class_accuracy"] <= line["accuracy"]
-    assert (workdir / "media/test-confusion-88.png").exists()
+    assert (workdir / "media/test-confusion-89.png").exists()
 
 
 def test_a_resumed_run_is_the_straight_one(trained, tmp_path, log_lines):
@@ -55,17 +56,37 @@ def test_a_resumed_run_is_the_straight_one(trained, tmp_path, log_lines):
     assert straight[1] == log_lines(workdir)[:3]
 
 
-def test_with_batchnorm_over_all_and_no_crops_one_device_does_as_four(tmp_path, main, log_lines):
-    still = {**TINY, "crop_padding": 0, "stop_after": 4, "log_every": 1}
-    state = haikutrain.train(make("digits", **still), tmp_path / "four")
+def test_one_device_evaluates_as_four_did(trained, main, log_lines):
+    _, _, workdir = trained
     main(
-        f"--config={FILE}:digits", f"--workdir={tmp_path / 'one'}", "--cpu_devices=1", *flags(still)
+        f"--config={FILE}:digits",
+        f"--workdir={workdir}",
+        "--cpu_devices=1",
+        "--mode=eval",
+        *flags(TINY),
     )
-    four, one = (log_lines(tmp_path / name) for name in ("four", "one"))
-    assert [line["step"] for line in one] == [1, 2, 3, 4]
-    for a, b in zip(four, one, strict=True):
-        assert a == pytest.approx(b, rel=1e-3)
-    assert int(state.step) == 4
+    (four,) = log_lines(workdir, "test")
+    one = json.loads((workdir / "metrics_eval.jsonl").read_text())
+    assert one == pytest.approx(four, rel=1e-4)
+
+
+def test_cross_replica_is_the_batchnorm_of_all_devices():
+    arrays = make("digits").arrays("test")
+    batch = {name: array[:8] for name, array in arrays.items()}
+
+    def losses(cross_replica, device_count):
+        experiment = make("digits", width=4, crop_padding=0, cross_replica=cross_replica)
+        network = hk.transform_with_state(lambda batch: experiment.loss(batch, True)[0])
+        split = jax.tree.map(lambda a: a.reshape(device_count, -1, *a.shape[1:]), batch)
+        run = jax.vmap(network.apply, (None, None, None, 0), axis_name=haikutrain.AXIS)
+        return jax.jit(run)(*variables, jax.random.key(1), split)[0].ravel()
+
+    experiment = make("digits", width=4)
+    network = hk.transform_with_state(lambda batch: experiment.loss(batch, True)[0])
+    variables = jax.jit(network.init)(jax.random.key(0), batch)
+    whole = losses(True, 1)
+    np.testing.assert_allclose(losses(True, 4), whole, rtol=1e-4)
+    assert not np.allclose(losses(False, 4), whole, rtol=1e-2)
 
 
 def test_training_crops_flips_and_smooths_and_evaluation_does_not():

@@ -120,6 +120,7 @@ def test_one_device_and_workers_do_as_four_devices(exact, pictures, tmp_path, ma
     four, one = log_lines(exact[2]), log_lines(tmp_path)
     assert [line["step"] for line in one] == [1, 2, 3, 4]
     for a, b in zip(four, one, strict=True):
+        assert a.pop("split") == b.pop("split") == "train"
         assert a == pytest.approx(b, rel=1e-3)
 
 
@@ -229,7 +230,7 @@ def test_the_optimizers_by_hand():
 
 def test_the_whole_network_is_the_one_known_as_resnet_50():
     experiment = make()
-    batch = {"image": jnp.zeros((2, 224, 224, 3), jnp.uint8), "label": jnp.zeros(2, jnp.int32)}
+    batch = {"image": np.zeros((2, 224, 224, 3), np.uint8), "label": np.zeros(2, np.int32)}
     network = hk.transform_with_state(functools.partial(experiment.loss, is_training=True))
     params, _ = jax.eval_shape(network.init, jax.random.key(0), batch)
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == 25_557_032
@@ -238,9 +239,7 @@ def test_the_whole_network_is_the_one_known_as_resnet_50():
 
 
 def test_what_is_wrong_with_the_folder_is_said(tiny, pictures, tmp_path):
-    with pytest.raises(
-        haikutrain.UsageError, match=r"wanted are train/CLASS/\*.JPEG .*ILSVRC2012"
-    ):
+    with pytest.raises(haikutrain.UsageError, match=r"wanted are train/CLASS/\*.JPEG .*ILSVRC2012"):
         tiny(data_dir=tmp_path / "nowhere").train_data()
     with pytest.raises(haikutrain.UsageError, match=r"train_examples=1281167, .* has 96"):
         tiny(train_examples=1_281_167).train_data()

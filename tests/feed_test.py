@@ -228,20 +228,23 @@ def grain_dataset():
     return grain.MapDataset.source(source).seed(1).shuffle().repeat().batch(8)
 
 
-@pytest.mark.parametrize("make", [grain_dataset, lambda: grain_dataset().to_iter_dataset()])
-def test_grain_is_iterated_and_its_position_kept(make):
+@pytest.mark.parametrize(
+    "make, protocol",
+    [
+        (grain_dataset, "by step"),
+        (lambda: grain_dataset().to_iter_dataset(), "by iterator"),
+    ],
+)
+def test_grains_own_method_batch_is_not_our_protocol(make, protocol):
     batches = iter(make())
     straight = [next(batches)["x"].reshape(DEVICES, 2, 2) for _ in range(6)]
     feed = TrainFeed(make(), 8)
     with feed.items(plan(1, 1, 1), None) as items:
-        positions = []
         for item, batch in zip(items, straight[:3], strict=True):
             np.testing.assert_array_equal(item.batch["x"], batch)
-            positions.append(item.position)
-    with TrainFeed(make(), 8).items(plan(3, start=3), positions[-1]) as items:
+    with TrainFeed(make(), 8).items(plan(3, start=3), item.position) as items:
         np.testing.assert_array_equal(next(items).batch["x"], np.stack(straight[3:]))
-    assert feed.fingerprint()["protocol"] == "by iterator"
-    assert feed.fingerprint()["seed"] is None
+    assert feed.fingerprint()["protocol"] == protocol
 
 
 # --- what is refused, and what is remembered ------------------------------------------------------
