@@ -119,8 +119,7 @@ class GrainDataset:
                     "a worker process of GrainDataset has begun to train by itself; put "
                     'if __name__ == "__main__": around what the script runs'
                 )
-            if not flags.FLAGS.is_parsed():  # In a notebook; grain reads its own flags.
-                flags.FLAGS.mark_as_parsed()
+            _parse_flags()
             # Through pipes: shared memory is 64 MB in many a container, and a worker that finds
             # it full dies.
             options = grain.experimental.DatasetOptions(min_shm_size=sys.maxsize)
@@ -244,8 +243,16 @@ def end_with_parent() -> None:
 def adapt(dataset: Any, batch_size: int) -> Any:
     """A bare `MapDataset` as a `GrainDataset`, of its own batch size if it has one; or as it is."""
     if not _is_grain(dataset, "MapDataset"):
+        if _is_grain(dataset, "IterDataset"):
+            _parse_flags()
         return dataset
     return GrainDataset(dataset, _own_batch_size(dataset) or batch_size)
+
+
+def _parse_flags() -> None:
+    # Starting its workers, grain reads flags of its own; a notebook has parsed none.
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()
 
 
 def close_at_exit(iterator: Any) -> None:

@@ -78,7 +78,7 @@ class Programs:
         state = self._init(init_key, train_key, self._first)
         # Two fields may share a buffer (a target network that begins as a copy), and donating a
         # buffer twice kills the process: `place` gives each leaf its own.
-        return devices.place(devices.snapshot(state))
+        return jax.tree.map(lambda leaf: devices.place(leaf.addressable_data(0)), state)
 
     def with_fresh_extras(self, state: TrainState) -> TrainState:
         """The state with the framework's `extras` as they begin at its weights."""

@@ -67,6 +67,7 @@ def test_one_device_evaluates_as_four_did(trained, main, log_lines):
     )
     (four,) = log_lines(workdir, "test")
     one = json.loads((workdir / "metrics_eval.jsonl").read_text())
+    assert one.pop("split") == four.pop("split") == "test"
     assert one == pytest.approx(four, rel=1e-4)
 
 

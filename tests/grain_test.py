@@ -123,6 +123,16 @@ def assert_end(watched):
         os.close(descriptor)
 
 
+def test_the_workers_of_an_iterator_end_with_the_run():
+    one = grain.MultiprocessingOptions(num_workers=1)
+    feed = TrainFeed(endless().batch(8).to_iter_dataset().mp_prefetch(one), 8)
+    (pid,) = set(feed.first["pid"].tolist())
+    watched = [os.pidfd_open(pid)]
+    with feed.items([(0, 1)], None) as items:
+        np.testing.assert_array_equal(next(items).batch["id"].ravel(), feed.first["id"])
+    assert_end(watched)
+
+
 class Broken(grain.transforms.Map):
     """Raises at element 9, and ends its process at element 40."""
 
