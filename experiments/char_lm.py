@@ -1,6 +1,16 @@
 """A Transformer that writes text character by character: Python's documentation, or your own file.
 
 python -m haikutrain.main --config=experiments/char_lm.py
+python -m haikutrain.main --config=experiments/char_lm.py:bfloat16 --config.text_file=FILE
+
+3 minutes of processor time on 2 CPU cores; 2.17 bits per character on the last tenth of CPython
+3.11's topics, of which it saw no character in training (a model of pairs of characters: 3.45).
+
+The network is GPT-2's in small (norms before, learned positions, normal(0.02) weights; Radford et
+al., 2019); AdamW that decays matrices alone, clipping at 1 and warm-up with half a cosine are
+GPT-3's (Brown et al., 2020), with a higher rate and b2 for a net this small. The figure above is
+float32's. That `:bfloat16` and `:float16` (with a dynamic loss scale, which is in the checkpoint)
+follow float32's losses was checked for a few steps; their speed on accelerators was not.
 """
 
 import functools

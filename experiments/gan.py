@@ -17,7 +17,7 @@ import haikutrain
 def get_config():
     config = haikutrain.base_config()
     config.experiment = ":Gan"
-    config.num_steps = 3000
+    config.num_steps = 2000
     config.batch_size = 64
     config.log_every = 250
     config.eval_every = 500

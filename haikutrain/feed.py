@@ -208,7 +208,7 @@ def _resumable(dataset: Any) -> Any:
             "so a resumed run could not go on where it was; use ArrayDataset, grain, or an "
             "iterator that says its position"
         )
-    pipeline.close_at_exit(iterator)
+    pipeline.begin(iterator)
     return iterator
 
 

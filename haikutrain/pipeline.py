@@ -114,7 +114,7 @@ class GrainDataset:
         ahead = (0, 0) if num_workers else (_THREADS, 2 * parts.count)
         made = grain.MapDataset.source(parts).to_iter_dataset(grain.ReadOptions(*ahead))
         if num_workers:
-            if multiprocessing.current_process().daemon:
+            if getattr(multiprocessing.current_process(), "_inheriting", False):
                 raise UsageError(
                     "a worker process of GrainDataset has begun to train by itself; put "
                     'if __name__ == "__main__": around what the script runs'
@@ -255,11 +255,15 @@ def _parse_flags() -> None:
         flags.FLAGS.mark_as_parsed()
 
 
-def close_at_exit(iterator: Any) -> None:
-    """Closes an iterator of grain's before its worker processes are taken from it."""
-    if _is_grain(iterator, "DatasetIterator"):
-        alive = weakref.ref(iterator)
-        atexit.register(lambda: (found := alive()) and found.close())
+def begin(iterator: Any) -> None:
+    """Starts the worker processes of an iterator of grain's, and sees that they end in order."""
+    if not _is_grain(iterator, "DatasetIterator"):
+        return
+    # Left to themselves, those of mp_prefetch start one after the other once a state was asked for.
+    iterator.get_state()
+    iterator.start_prefetch()
+    alive = weakref.ref(iterator)
+    atexit.register(lambda: (found := alive()) and found.close())
 
 
 def describe(dataset: Any) -> dict[str, Any]:

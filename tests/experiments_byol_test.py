@@ -199,6 +199,7 @@ def test_without_random_views_the_devices_do_not_matter(tmp_path, main, log_line
         one, four = (log_lines(tmp_path / devices, split) for devices in "14")
         assert len(one) == len(four) == count
         for a, b in zip(one, four, strict=True):
+            assert a.pop("split") == b.pop("split")
             assert a == pytest.approx(b, rel=1e-4)
 
 

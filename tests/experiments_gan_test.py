@@ -71,8 +71,8 @@ def test_the_average_follows_the_generator_and_counters_count(updates):
             np.testing.assert_allclose(average, 0.75 * before[path] + 0.25 * new[path], atol=1e-6)
 
 
-def test_the_weights_of_the_discriminator_have_spectral_norm_one(updates):
-    """The state's estimate of the largest singular value is near the true one, and not 1."""
+def test_the_spectral_norms_are_those_of_the_discriminators_weights(updates):
+    """After eleven steps of power iteration, one an update, the estimates are near the truth."""
     params = leaves.leaf_table(updates[-2].params["discriminator"])
     sigmas = {
         path.partition("/spectral_norm")[0]: float(value)
@@ -82,9 +82,8 @@ def test_the_weights_of_the_discriminator_have_spectral_norm_one(updates):
     weights = {path[:-2]: w for path, w in params.items() if path.endswith("/w")}
     assert len(weights) == len(sigmas) == 4
     for module, weight in weights.items():
-        (sigma,) = (value for name, value in sigmas.items() if name.startswith(f"{module}/"))
         true = np.linalg.svd(weight.reshape(-1, weight.shape[-1]), compute_uv=False)[0]
-        assert sigma == pytest.approx(true, rel=0.1)
+        assert sigmas[module] == pytest.approx(true, rel=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -96,21 +95,20 @@ def run(tmp_path_factory):
     return workdir, json.loads((workdir / "metrics.jsonl").read_text().splitlines()[-1])
 
 
-SHORT = {"num_steps": 200, "channels": 16, "average_decay": 0.95}
+SHORT = {"num_steps": 400, "channels": 16, "average_decay": 0.95}
 
 
 def test_the_distance_to_held_out_pictures_falls_to_a_fifth(run):
     _, last = run
     task = start.Task(load(**SHORT))
     untrained = evaluation.evaluate_splits(task, task.programs.init())["eval"].scalars
-    print(untrained, last)
-    assert last["step"] == 200
+    assert last["step"] == 400
     assert last["frechet_distance"] < untrained["frechet_distance"] / 5
 
 
 def test_a_hundred_samples_are_drawn_in_one_picture(run):
     workdir, _ = run
-    picture = np.asarray(Image.open(workdir / "media/eval-samples-200.png"))
+    picture = np.asarray(Image.open(workdir / "media/eval-samples-400.png"))
     # Ten rows and columns of 8 pixels and a frame of one, each six times as large.
     assert picture.shape == (600, 600)
     cells = picture[3::6, 3::6].reshape(10, 10, 10, 10).swapaxes(1, 2).reshape(100, 10, 10)
@@ -141,4 +139,5 @@ def test_without_random_latents_the_devices_do_not_matter(tmp_path, main, log_li
         one, four = (log_lines(tmp_path / devices, split) for devices in "14")
         assert len(one) == len(four) == count
         for a, b in zip(one, four, strict=True):
+            assert a.pop("split") == b.pop("split")
             assert a == pytest.approx(b, rel=1e-3)
