@@ -4,8 +4,7 @@ python -m haikutrain.main --config=experiments/cifar_resnet.py:digits
 
 2 minutes on 2 CPU cores (111 s of CPU time); 99.7 % of the 360 held-out digits, with the averaged
 and with the raw weights. For CIFAR, whose files it reads from config.data_dir, name no variant, or
-cifar100; --config.depth=50 takes the larger network. The picture of the confusion matrix needs
-Pillow: pip install 'haikutrain[images]'.
+cifar100; --config.depth=50 takes the larger network.
 
 The recipe is that of T. DeVries and G. Taylor, https://arxiv.org/abs/1708.04552 (crop, flip, SGD
 with Nesterov's momentum, batches of 128, rate 0.1, decay 5e-4, 200 epochs), who report 95.28 % for

@@ -9,9 +9,9 @@ The recipe is that of P. Goyal et al., https://arxiv.org/abs/1706.02677, who rep
 of 8192 on 256 devices, BatchNorm on each one's 32; the rate 0.1 for each 256 examples, reached in 5
 epochs from 0.1, a tenth after 30, 60 and 80 of 90 epochs; Nesterov's momentum. With :lars it is
 that of Y. You et al., https://arxiv.org/abs/1708.03888, with the rate, the parabola and the
-smoothed labels of MLPerf's reference for 8192. Neither decays or scales biases and norms. Verified
-here: rates and updates by hand, the number of parameters, evaluation by hand on every picture. Not
-verified: the accuracy. The convolutions begin as Haiku's do, not as He's.
+smoothed labels that MLPerf's public reference code has for 8192. Neither decays or rescales biases
+and norms. Verified here: rates and updates by hand, the number of parameters, evaluation by hand on
+every picture. Not verified: the accuracy. The convolutions begin as Haiku's do, not as He's.
 """
 
 import functools
@@ -30,7 +30,6 @@ from PIL import Image
 
 import haikutrain
 from haikutrain import readers
-from haikutrain.pipeline import GrainDataset
 
 WANTED = (
     "train/CLASS/*.JPEG and val/CLASS/*.JPEG, or train*.array_record and val*.array_record; "
@@ -58,7 +57,7 @@ def get_config(variant="sgd"):
     config.batch_size = 8192
     config.num_epochs = 90
     config.warmup_epochs = 5
-    config.optimizer = variant
+    config.lars = variant == "lars"
     config.label_smoothing = 0.0
     config.weight_decay = 1e-4
     # References: they follow when the fields that they are made of are overridden.
@@ -98,7 +97,7 @@ class ImageNetResNet(haikutrain.Experiment):
         c = self.config
         epoch = step / (c.train_examples / c.batch_size)
         warm = jnp.minimum(epoch / c.warmup_epochs, 1)
-        if c.optimizer == "lars":
+        if c.lars:
             left = (c.num_epochs - epoch) / (c.num_epochs - c.warmup_epochs)
             return c.learning_rate * warm * jnp.clip(left, 0, 1) ** 2
         first = min(0.1, c.learning_rate)
@@ -109,7 +108,7 @@ class ImageNetResNet(haikutrain.Experiment):
         c, mask = self.config, haikutrain.decay_mask()
         decay = optax.add_decayed_weights(c.weight_decay, mask)
         rate = haikutrain.scale_by_learning_rate(self.learning_rate)
-        if c.optimizer == "lars":
+        if c.lars:
             trust = optax.masked(optax.scale_by_trust_ratio(trust_coefficient=0.001), mask)
             return optax.chain(decay, trust, rate, optax.trace(0.9))
         return optax.chain(decay, optax.trace(0.9, nesterov=True), rate)
@@ -123,13 +122,13 @@ class ImageNetResNet(haikutrain.Experiment):
             )
         dataset = grain.MapDataset.source(source).seed(c.seed).shuffle().repeat()
         dataset = dataset.random_map(functools.partial(random_crop, size=c.image_size))
-        return GrainDataset(dataset, c.batch_size, num_workers=c.workers)
+        return haikutrain.GrainDataset(dataset, c.batch_size, num_workers=c.workers)
 
     def eval_data(self):
         c = self.config
         dataset = grain.MapDataset.source(self.source("val"))
         dataset = dataset.map(functools.partial(central_crop, size=c.image_size))
-        return {"val": GrainDataset(dataset, c.batch_size, num_workers=c.workers)}
+        return {"val": haikutrain.GrainDataset(dataset, c.batch_size, num_workers=c.workers)}
 
     def source(self, split):
         """Random access to `{"image": uint8 [H, W, 3], "label": int}`, H and W of any size."""

@@ -32,7 +32,7 @@ DOORS = {
     "orbax": {"checkpoint"},
     "tensorboardX": {"writers"},
     "rich": {"console", "inspect"},
-    "PIL": {"pictures", "sources"},
+    "PIL": {"sources"},
     "jmp": {"precision"},
     "grain": {"pipeline"},
     "array_record": {"sources"},

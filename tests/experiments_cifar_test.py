@@ -90,33 +90,38 @@ def test_cross_replica_is_the_batchnorm_of_all_devices():
     assert not np.allclose(losses(False, 4), whole, rtol=1e-2)
 
 
+def run_loss(experiment, batch, is_training):
+    """The losses, and the network's input, of a network that always says `LOGITS`."""
+    seen = []
+    experiment.network = lambda x, is_training: seen.append(x) or jnp.tile(LOGITS, (len(x), 1))
+    function = hk.transform(lambda: experiment.loss(batch, is_training)[0])
+    return function.apply({}, jax.random.key(0)), np.asarray(seen[0])
+
+
+LOGITS = np.where(np.arange(10) == 3, 2.0, 0.0)
+MEAN, STD = np.array([125.3, 123.0, 113.9]), np.array([63.0, 62.1, 66.7])
+
+
 def test_training_crops_flips_and_smooths_and_evaluation_does_not():
-    experiment, seen = make(label_smoothing=0.2), []
-    logits = np.zeros((64, 10), np.float32)
-    logits[:, 3] = 2.0
-    experiment.network = lambda x, is_training: seen.append(np.asarray(x)) or jnp.asarray(logits)
     image = np.random.default_rng(0).integers(0, 256, (64, 32, 32, 3), np.uint8)
-    batch = {"image": image, "label": np.full(64, 3)}
-
-    def run(is_training):
-        function = hk.transform(lambda: experiment.loss(batch, is_training))
-        losses, metrics = function.apply({}, jax.random.key(0))
-        assert np.asarray(metrics["accuracy"]).all()
-        return losses
-
+    batch, plain = {"image": image, "label": np.full(64, 3)}, (image - MEAN) / STD
+    losses, seen = run_loss(make(label_smoothing=0.2), batch, is_training=False)
     right, wrong = np.log(np.exp(2) + 9) - 2, np.log(np.exp(2) + 9)
-    np.testing.assert_allclose(run(False), right, rtol=1e-5)
-    np.testing.assert_allclose(run(True), 0.82 * right + 0.18 * wrong, rtol=1e-5)
-    plain = (image - np.array([125.3, 123.0, 113.9])) / np.array([63.0, 62.1, 66.7])
-    np.testing.assert_allclose(seen[0], plain, atol=1e-5)
-    # Of 9 x 9 windows and 2 ways round, one is the picture itself.
-    assert (
-        np.mean([np.allclose(a, b, atol=1e-5) for a, b in zip(seen[1], plain, strict=True)]) < 0.1
-    )
-    black = -np.array([125.3, 123.0, 113.9]) / np.array([63.0, 62.1, 66.7])
-    corners = seen[1][:, [0, 0, -1, -1], [0, -1, 0, -1]]
-    # A corner is in the padding unless the window is shifted inwards, both ways: 1 - (5 / 9)^2.
-    assert np.isclose(corners, black, atol=1e-5).all(-1).mean() == pytest.approx(56 / 81, abs=0.1)
+    np.testing.assert_allclose(losses, right, rtol=1e-5)
+    np.testing.assert_allclose(seen, plain, atol=1e-5)
+
+    losses, seen = run_loss(make(label_smoothing=0.2), batch, is_training=True)
+    np.testing.assert_allclose(losses, 0.82 * right + 0.18 * wrong, rtol=1e-5)
+    # A corner is black unless the window is shifted inwards both ways: 5 of 9 places each.
+    corners = seen[:, [0, 0, -1, -1], [0, -1, 0, -1]]
+    black = np.isclose(corners, -MEAN / STD, atol=1e-5).all(-1)
+    assert black.mean() == pytest.approx(1 - (5 / 9) ** 2, abs=0.1)
+
+    _, seen = run_loss(make(crop_padding=0), batch, is_training=True)
+    same = [np.allclose(a, b, atol=1e-5) for a, b in zip(seen, plain, strict=True)]
+    mirrored = [np.allclose(a, b[:, ::-1], atol=1e-5) for a, b in zip(seen, plain, strict=True)]
+    assert np.mean(same) == pytest.approx(0.5, abs=0.2)
+    assert np.add(same, mirrored).tolist() == [1] * 64
 
 
 def test_decay_leaves_norms_and_biases_and_the_first_step_is_nesterovs():

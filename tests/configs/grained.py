@@ -74,7 +74,8 @@ class Grained(haikutrain.Experiment):
             return haikutrain.GrainDataset(dataset, c.batch_size, num_workers=c.workers)
         if c.form == "iter":
             workers = grain.MultiprocessingOptions(num_workers=c.workers)
-            return dataset.batch(c.batch_size).to_iter_dataset().mp_prefetch(workers)
+            read = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
+            return dataset.batch(c.batch_size).to_iter_dataset(read).mp_prefetch(workers)
         return dataset.batch(c.batch_size) if c.form == "batched" else dataset
 
     def eval_data(self):
