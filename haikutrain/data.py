@@ -19,6 +19,7 @@ dataset never overwrites a buffer that it has yielded.
 import contextlib
 import functools
 import importlib.resources
+import inspect
 import itertools
 import math
 from collections.abc import Iterator
@@ -134,6 +135,23 @@ def digits(split: str) -> dict[str, np.ndarray]:
         "image": images[..., None].astype(np.float32) / 16,
         "label": labels.astype(np.int32),
     }
+
+
+def length(dataset: Any) -> int | None:
+    """The batches of a dataset, or None if it has no end."""
+    try:
+        return len(dataset)
+    except TypeError:
+        return None
+
+
+def is_by_step(dataset: Any) -> bool:
+    """Whether it has `batch(step, rows)`; grain's `batch(batch_size)` is something else."""
+    try:
+        inspect.signature(dataset.batch).bind(0, slice(0))
+    except (AttributeError, TypeError, ValueError):
+        return False
+    return True
 
 
 @contextlib.contextmanager

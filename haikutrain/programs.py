@@ -15,8 +15,9 @@ from jax import lax
 
 from haikutrain import collectives, devices, leaves, metrics, optimizers, precision, updates
 from haikutrain.errors import UsageError
+from haikutrain.eval_feed import EvalItem
 from haikutrain.experiment import Experiment
-from haikutrain.feed import EvalItem, TrainItem
+from haikutrain.feed import TrainItem
 from haikutrain.train_state import TrainState
 
 # The config fields that reach an update through the helpers it calls, and where they are off.
@@ -165,6 +166,17 @@ class Programs:
         """Whether batches that look like `item` have values that are kept row by row."""
         return "rows" in self._evaluate_program(item)[0].output
 
+    def check_exact(self, split: str, item: EvalItem, *, padded: bool) -> None:
+        """Raises UsageError if a metric is the mean of a batch, and batches are padded."""
+        values = self._evaluate_program(item)[1]
+        means = [name for name, value in values.items() if value.ndim == 0]
+        if padded and means:
+            raise UsageError(
+                f"evaluation of {split!r}: {means} are means of a batch, and the last batch is "
+                "padded, so that they cannot be exact; return one value an example, [B], or make "
+                "the split a multiple of its batch size"
+            )
+
     def evaluate(self, state: TrainState, split: str, item: EvalItem) -> dict[str, Any]:
         """Evaluates one batch, on the devices.
 
@@ -175,14 +187,8 @@ class Programs:
         Raises:
           UsageError: a metric is the batch's mean, and the batch is padded.
         """
-        program, metric_values = self._evaluate_program(item)
-        means = [name for name, value in metric_values.items() if value.ndim == 0]
-        if item.padded and means:
-            raise UsageError(
-                f"evaluation of {split!r}: {means} are means of a batch, and the last batch is "
-                "padded, so that they cannot be exact; return one value an example, [B], or make "
-                "the split a multiple of its batch size"
-            )
+        self.check_exact(split, item, padded=item.padded)
+        program, _ = self._evaluate_program(item)
         return program(state, self._keys[2], item.batch, item.mask, item.index)
 
     def _evaluate_program(self, item: EvalItem) -> tuple[devices.Program, dict[str, Any]]:

@@ -12,8 +12,9 @@ from haikutrain import config as configs
 from haikutrain import devices, leaves, precision
 from haikutrain.checkpoint import Checkpointer, encode, find_checkpoint
 from haikutrain.errors import UsageError
+from haikutrain.eval_feed import EvalFeed
 from haikutrain.experiment import Experiment
-from haikutrain.feed import EvalFeed, TrainFeed
+from haikutrain.feed import TrainFeed
 from haikutrain.programs import Programs
 from haikutrain.train_state import TrainState
 from haikutrain.workdir import experiment_name, same_experiment
@@ -43,6 +44,8 @@ class Task:
         self.feed = TrainFeed(experiment.train_data(), config.batch_size)
         self.programs = Programs(experiment, self.feed.first)
         self.eval_feeds = _eval_feeds(experiment)
+        for split, feed in self.eval_feeds.items():
+            self.programs.check_exact(split, feed.shapes, padded=feed.padded)
         self.best_metric = self._best_metric()
 
     @property
@@ -240,9 +243,7 @@ def _check_same_run(task: Task, meta: Mapping[str, Any]) -> list[str]:
             f"the checkpoint is of a run of {meta['experiment']}, and this is {task.name}; give "
             "another --workdir, or take the weights alone (restore_from, restore_only='weights')"
         )
-    changed = [
-        f"config.{change}" for change in configs.check_same_run(meta["config"], task.config)
-    ]
+    changed = [f"config.{change}" for change in configs.check_same_run(meta["config"], task.config)]
     before, now = meta["data"], task.feed.fingerprint()
     if now["protocol"] == "by step" and "workers" in now:  # They only work ahead.
         was, workers = before.get("workers"), now.pop("workers")

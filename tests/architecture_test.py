@@ -17,13 +17,13 @@ LAYERS = [
     {"evaluation"},
     {"start"},
     {"programs"},
-    {"experiment", "feed"},
+    {"eval_feed", "experiment", "feed"},
     {"updates"},
     {"devices", "checkpoint", "hooks"},
     {"collectives", "checkpoint_folder", "data", "pipeline", "precision"},
     {"leaves", "positions", "metrics", "config", "config_file"},
     {"augment", "optimizers", "readers", "train_state", "workdir", "writers"},
-    {"console", "pictures", "pixels", "schedules", "sources"},
+    {"console", "pictures", "prefetch", "pixels", "schedules", "sources"},
     {"errors"},
 ]
 

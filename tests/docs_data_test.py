@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from haikutrain.feed import EvalFeed, TrainFeed
+from haikutrain.eval_feed import EvalFeed
+from haikutrain.feed import TrainFeed
 
 TEXT = (pathlib.Path(__file__).parents[1] / "docs/data.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import haikutrain
-from haikutrain.feed import EvalFeed
+from haikutrain.eval_feed import EvalFeed
 from haikutrain.programs import Programs
 
 ROWS = 16

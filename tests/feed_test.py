@@ -10,7 +10,8 @@ import pytest
 
 import haikutrain
 from haikutrain.errors import UsageError
-from haikutrain.feed import EvalFeed, TrainFeed
+from haikutrain.eval_feed import EvalFeed
+from haikutrain.feed import TrainFeed
 
 DEVICES = 4  # As many as the tests simulate.
 

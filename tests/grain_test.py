@@ -14,7 +14,8 @@ import pytest
 import haikutrain
 from haikutrain import GrainDataset, config_file, pipeline
 from haikutrain.errors import UsageError
-from haikutrain.feed import EvalFeed, TrainFeed
+from haikutrain.eval_feed import EvalFeed
+from haikutrain.feed import TrainFeed
 
 DEVICES = 4  # As many as the tests simulate.
 EXAMPLES = 10

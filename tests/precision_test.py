@@ -9,7 +9,7 @@ import pytest
 
 import haikutrain
 from haikutrain import devices, precision
-from haikutrain.feed import EvalFeed
+from haikutrain.eval_feed import EvalFeed
 from haikutrain.programs import Programs
 
 BF16 = "params=float32,compute=bfloat16,output=float32"

@@ -10,7 +10,8 @@ import pytest
 from jax import lax
 
 import haikutrain
-from haikutrain.feed import EvalFeed, TrainFeed
+from haikutrain.eval_feed import EvalFeed
+from haikutrain.feed import TrainFeed
 from haikutrain.programs import Programs
 
 DEVICES = 4
