@@ -1,5 +1,6 @@
 """Stateful training for Haiku: write the loss, stop anywhere, resume exactly."""
 
+from haikutrain import augment, readers
 from haikutrain.checkpoint import CheckpointDamaged, digest
 from haikutrain.collectives import AXIS, pmean, psum
 from haikutrain.config import base_config
@@ -39,6 +40,7 @@ __all__ = [
     "TrainState",
     "UsageError",
     "apply_gradients",
+    "augment",
     "averaged",
     "base_config",
     "decay_mask",
@@ -55,6 +57,7 @@ __all__ = [
     "optimizer_config",
     "pmean",
     "psum",
+    "readers",
     "restore",
     "scale_by_learning_rate",
     "step",
