@@ -111,7 +111,7 @@ def by_hand(folder: pathlib.Path) -> Iterator[dict[str, np.ndarray]]:
 
 
 def cropped(image: Image.Image, rng: random.Random) -> np.ndarray:
-    """8 to 100 % of the area and 3:4 to 4:3, as uint8 `[SIZE, SIZE, 3]`; the middle if none fits."""
+    """8 to 100 % of the area, 3:4 to 4:3, as uint8 `[SIZE, SIZE, 3]`; the middle if none fits."""
     width, height = image.size
     for _ in range(10):
         area = width * height * rng.uniform(0.08, 1)

@@ -132,12 +132,8 @@ class Byol(haikutrain.Experiment):
         target_params, target_network_state = self.target.init(next(rngs), views)
         targets, _ = self.target.apply(target_params, target_network_state, None, views)
         online = super().init(rngs, {"views": views, "targets": targets})
-        return ByolState(
-            params=online.params,
-            network_state=online.network_state,
-            opt_state=online.opt_state,
-            target_params=target_params,
-            target_network_state=target_network_state,
+        return ByolState.extend(
+            online, target_params=target_params, target_network_state=target_network_state
         )
 
     def update(self, state, batch, rngs):

@@ -45,6 +45,15 @@ class TrainState(_Registered):
     extras: dict[str, Any] = dataclasses.field(default_factory=dict)
     """The framework's own: averaged weights. Empty unless used."""
 
+    @classmethod
+    def extend(cls, state: "TrainState", **fields: Any) -> Self:
+        """A state of this class: the fields of `state`, and further ones.
+
+        state = ByolState.extend(super().init(rngs, batch), target_params=target_params)
+        """
+        base = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+        return cls(**base, **fields)
+
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)

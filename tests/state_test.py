@@ -224,9 +224,8 @@ class Byol(Norm):
 
     def init(self, rngs, batch):
         state = super().init(rngs, batch)
-        fields = {name: getattr(state, name) for name in ("params", "network_state", "opt_state")}
         # The very arrays of `params`: as buffers they must not be donated twice.
-        return ByolState(**fields, target_params=state.params, queue=jnp.zeros((2, 5)))
+        return ByolState.extend(state, target_params=state.params, queue=jnp.zeros((2, 5)))
 
     def update(self, state, batch, rngs):
         grads, network_state, metrics = self.gradients(state, batch, rngs)
