@@ -56,6 +56,8 @@ def test_log_lines_stand_above_the_bar_and_the_handler_comes_back(monkeypatch):
     console = Console(500)
     console.progress(1)
     assert handler.stream is sys.stderr is not terminal  # rich's proxy
+    # Alone: after a run of the command the root logger has absl's handler as well.
+    monkeypatch.setattr(logging.getLogger("absl"), "propagate", False)
     logging.getLogger("absl").addHandler(absl.logging.get_absl_handler())
     absl.logging.warning("careful")
     logging.getLogger("absl").removeHandler(absl.logging.get_absl_handler())
