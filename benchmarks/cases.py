@@ -28,11 +28,11 @@ class Case:
 
 
 class Mlp(haikutrain.Experiment):
-    """Two hidden layers with BatchNorm on the digits."""
+    """Hidden layers with BatchNorm on the digits; with one it is the README's example."""
 
     def loss(self, batch: Any, is_training: bool) -> Any:
         x = hk.Flatten()(batch["image"])
-        for _ in range(2):
+        for _ in range(self.config.layers):
             x = hk.Linear(self.config.width, with_bias=False)(x)
             x = jax.nn.relu(hk.BatchNorm(True, True, 0.9)(x, is_training))
         logits = hk.Linear(10)(x)
@@ -46,10 +46,10 @@ class Mlp(haikutrain.Experiment):
         return haikutrain.ArrayDataset(haikutrain.digits("train"), self.config.batch_size, seed=0)
 
 
-def mlp(width: int = 64) -> Case:
+def mlp(width: int = 64, layers: int = 2) -> Case:
     """A tiny MLP, or a wide one."""
     config = endless(haikutrain.base_config())
-    config.batch_size, config.width = 64, width
+    config.batch_size, config.width, config.layers = 64, width, layers
     return Case(Mlp(config), optax.adam(1e-3))
 
 

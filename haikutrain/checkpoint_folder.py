@@ -50,7 +50,10 @@ class Folder:
 
     def meta(self) -> dict[str, Any]:
         """The metadata."""
-        return self._json("meta")
+        meta = self._json("meta")
+        if meta.get("step") != self.step:
+            raise self.damaged("meta", f"it is of step {meta.get('step')}: the folder was renamed")
+        return meta
 
     def data(self) -> Any:
         """The input's position, as it was given to `Checkpointer.save`."""

@@ -174,6 +174,9 @@ def describe(batch: Any) -> dict[str, str]:
 
 def count_rows(batch: Any, source: str) -> int:
     """The leading size of a batch; raises UsageError naming `source` if its arrays disagree."""
+    for path, leaf in by_path(batch).items():
+        if (dtype := np.asarray(leaf).dtype).kind in "OUSMm":
+            raise UsageError(f"{source} gave {path!r} of dtype {dtype}; batches are of numbers")
     sizes = {path: np.shape(leaf)[:1] for path, leaf in by_path(batch).items()}
     if len(set(sizes.values())) != 1 or () in sizes.values():
         found = {path: size[0] if size else "a scalar" for path, size in sizes.items()}

@@ -43,7 +43,12 @@ def _evaluate_split(task: Task, state: TrainState, split: str) -> SplitResult:
             kept.append({name: rows[part["mask"]] for name, rows in part["rows"].items()})
     rows = {name: np.concatenate([part[name] for part in kept]) for name in (kept or [{}])[0]}
     scalars, media = mean.result(), {}
-    for name, value in task.experiment.report(state, split, rows).items():
+    if not mean.count:
+        raise UsageError(f"eval_data ({split!r}) has no rows")
+    report = task.experiment.report(state, split, rows)
+    if not isinstance(report, Mapping):
+        raise UsageError(f"report returned a {type(report).__name__}; return a dict")
+    for name, value in report.items():
         if name in scalars:
             raise UsageError(f"report gives {name!r}, which is a metric of evaluation: rename one")
         if isinstance(value, str) or (isinstance(value, np.ndarray) and value.ndim):

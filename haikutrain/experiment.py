@@ -76,7 +76,7 @@ class Experiment:
         """
         network = hk.transform_with_state(self._forward(is_training=True))
         params, network_state = network.init(next(rngs), batch)
-        opt_state = self.optimizer().init(params)
+        opt_state = checked_optimizer(self).init(params)
         return TrainState(params=params, network_state=network_state, opt_state=opt_state)
 
     def update(
@@ -97,7 +97,11 @@ class Experiment:
         """
         grads, network_state, metrics = self.gradients(state, batch, rngs)
         return apply_gradients(
-            state, grads, network_state=network_state, optimizer=self.optimizer(), metrics=metrics
+            state,
+            grads,
+            network_state=network_state,
+            optimizer=checked_optimizer(self),
+            metrics=metrics,
         )
 
     def evaluate(self, state: Any, batch: Any, rngs: hk.PRNGSequence) -> dict[str, Any]:
@@ -227,6 +231,17 @@ class Experiment:
         return forward
 
 
+def checked_optimizer(experiment: Experiment) -> optax.GradientTransformation:
+    """The experiment's optimizer; raises UsageError if that is none."""
+    optimizer = experiment.optimizer()
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise UsageError(
+            f"{type(experiment).__name__}.optimizer returned {optimizer!r}; return an optax "
+            "transformation, such as optax.adam(1e-3)"
+        )
+    return optimizer
+
+
 _RESERVED = ("loss", "grad_norm", "learning_rate", "step", "split")
 
 
@@ -243,6 +258,10 @@ def _checked_metrics(result: Any, batch: Any, owner: str) -> dict[str, Any]:
     rows = jax.tree.leaves(batch)[0].shape[0]
     values = {"loss": losses, **metrics}
     for name, value in values.items():
+        if not isinstance(name, str):
+            raise UsageError(f"{owner}.loss: a metric is named {name!r}; names must be strings")
+        if isinstance(value, str) or value is None:
+            raise UsageError(f"{owner}.loss: {name!r} is {value!r}; metrics are arrays of numbers")
         if not isinstance(value, Rows) and jnp.shape(value) not in ((), (rows,)):
             raise UsageError(
                 f"{owner}.loss: {name!r} has shape {list(jnp.shape(value))}; give one value an "

@@ -18,6 +18,7 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict
 
 from haikutrain import config, config_file, devices, pipeline
+from haikutrain.checkpoint_folder import CheckpointDamaged
 from haikutrain.errors import UsageError
 from haikutrain.train import evaluate, how_it_ended, train
 
@@ -28,7 +29,8 @@ _CHATTY_PACKAGES = ("orbax", "jax", "grain")
 def run(argv: Sequence[str]) -> int:
     """Runs the command line `python -m haikutrain.main *argv` and returns its exit code.
 
-    A `UsageError` becomes one line on stderr and code 2; any other exception passes through.
+    A `UsageError` becomes one line on stderr and code 2, a damaged checkpoint one line and code 1;
+    any other exception passes through.
     """
     try:
         app.run(_execute, argv=["haikutrain", *argv], flags_parser=_parse)
@@ -36,6 +38,13 @@ def run(argv: Sequence[str]) -> int:
         print(f"haikutrain: error: {' '.join(str(error).split())}", file=sys.stderr)
         logging.debug("where it was raised", exc_info=True)  # Shown by --verbosity=1.
         return 2
+    except CheckpointDamaged as error:
+        print(
+            f"haikutrain: {' '.join(str(error).split())}; move that folder away to go on from an "
+            "earlier one",
+            file=sys.stderr,
+        )
+        return 1
     except KeyboardInterrupt:
         print("haikutrain: interrupted", file=sys.stderr)
         return 130
@@ -101,6 +110,8 @@ class _Options:
         self.config: str = own.config
         self.overrides = overrides
         self.workdir: str | None = own.workdir
+        if own.workdir == "":
+            raise UsageError("--workdir= is empty; name a folder, or leave the flag out")
         self.mode: str = own.mode
         self.cpu_devices: int | None = own.cpu_devices
         self.checkpoint = _checkpoint(own.checkpoint, own.mode)

@@ -51,17 +51,18 @@ class Mean:
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
-        self._count = 0.0
+        self.count = 0.0
+        """How many rows."""
 
     def add(self, sums: Mapping[str, Any], count: float) -> None:
         """Adds one batch: sums over its `count` real rows."""
-        self._count += float(count)
+        self.count += float(count)
         for name, value in sums.items():
             self._sums[name] = self._sums.get(name, 0.0) + float(value)
 
     def result(self) -> dict[str, float]:
         """The means; NaN where there was no row."""
-        count = self._count or math.nan
+        count = self.count or math.nan
         return {name: value / count for name, value in self._sums.items()}
 
 

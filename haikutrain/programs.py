@@ -27,7 +27,10 @@ _SHAPING = {
     "grad_clip_norm": (None, "haikutrain.apply_gradients"),
     "ema_decay": (None, "haikutrain.apply_gradients"),
 }
-_SHAPING_EVALUATE = {"eval_raw": (False, "Experiment.evaluate of the base class")}
+_SHAPING_EVALUATE = {
+    "eval_raw": (False, "Experiment.evaluate of the base class"),
+    "ema_decay": (None, "haikutrain.averaged"),
+}
 
 
 class Programs:

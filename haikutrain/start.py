@@ -32,6 +32,11 @@ class Task:
     """
 
     def __init__(self, experiment: Experiment):
+        if not isinstance(experiment, Experiment):
+            raise UsageError(
+                f"{experiment!r} is no experiment; make one of its class and a config, such as "
+                "MyExperiment(get_config())"
+            )
         config = experiment.config
         configs.validate(config, device_count=devices.device_count())
         precision.policy(config.precision)
@@ -56,8 +61,19 @@ class Task:
     def check_update(self) -> None:
         """Traces the update: raises UsageError for what it does wrong."""
         encode(self.feed.position)
+        self.own_hooks()
         self.feed.check_length(self.config.stop_after or self.config.num_steps)
         self.programs.trace_update()
+
+    def own_hooks(self) -> list[Any]:
+        """The experiment's own hooks; raises UsageError if that is no list of functions."""
+        hooks = self.experiment.hooks()
+        if not isinstance(hooks, list | tuple) or not all(map(callable, hooks)):
+            raise UsageError(
+                f"{type(self.experiment).__name__}.hooks returned {hooks!r}; return a list of "
+                "functions of a haikutrain.StepInfo"
+            )
+        return list(hooks)
 
     def check_rows(self) -> None:
         """Raises UsageError if no split has values that are kept row by row."""
@@ -113,6 +129,13 @@ def _eval_feeds(experiment: Experiment) -> dict[str, EvalFeed]:
     splits = experiment.eval_data()
     if not isinstance(splits, Mapping):
         splits = {"eval": splits}
+    if any(isinstance(part, np.ndarray | jax.Array) for part in splits.values()):
+        raise UsageError(
+            "eval_data returned a dict of arrays, and a dict is of datasets by split name; put "
+            "the arrays into a haikutrain.ArrayDataset"
+        )
+    if not all(isinstance(split, str) and split for split in splits):
+        raise UsageError(f"eval_data has splits named {list(splits)}; names must be strings")
     if "train" in splits:
         raise UsageError("eval_data has a split named 'train', which the training log uses")
     size = experiment.config.batch_size
@@ -197,7 +220,10 @@ def _restored_from(task: Task, path: str) -> Start:
         state = task.experiment.warm_start(task.programs.init(), saved)
         _check_warm(task, state)
     else:
-        weights = source.restore(step, task.programs.state, fields=_WEIGHTS).state
+        try:
+            weights = source.restore(step, task.programs.state, fields=_WEIGHTS).state
+        except UsageError as error:
+            raise UsageError(f"{error}; to take a part, redefine warm_start") from error
         state = task.programs.init()
         state = state.replace(**{name: getattr(weights, name) for name in _WEIGHTS})
     return _start(task, devices.place(task.programs.with_fresh_extras(state)), 0)
@@ -225,9 +251,11 @@ def choose_step(checkpointer: Checkpointer, checkpoint: str | int) -> int:
         best = checkpointer.best_step()
         if best is None:
             raise UsageError(
-                f"no checkpoint in {checkpointer.directory} was judged; set config.best_metric"
+                f"no checkpoint in {checkpointer.directory} has a number for config.best_metric"
             )
         return best
+    if isinstance(checkpoint, str) and checkpoint.isdecimal():
+        checkpoint = int(checkpoint)
     if checkpoint not in steps:
         raise UsageError(
             f"there is no checkpoint of step {checkpoint} in {checkpointer.directory}; there are "

@@ -17,7 +17,7 @@ from haikutrain.hooks import Hook, Log, StepInfo, every
 from haikutrain.metrics import Window
 from haikutrain.start import Start, Task, choose_step, restore_or_init
 from haikutrain.train_state import TrainState
-from haikutrain.workdir import Workdir, write_rows
+from haikutrain.workdir import Workdir, check_file, write_rows
 
 
 def train(
@@ -43,12 +43,18 @@ def train(
     folder.check_owner(task.name)
     folder.check_writable()
     task.check_update()
-    with contextlib.closing(_checkpointer(task, folder)) as checkpointer:
+    with (
+        contextlib.closing(folder),
+        contextlib.closing(_checkpointer(task, folder)) as checkpointer,
+    ):
+        if devices.is_main_process():
+            folder.lock()
         start = restore_or_init(task, checkpointer)
         if start.ended is not None:
             logging.info("%s %s", folder.path, start.ended)
             return start.state
-        folder.claim(task.name, task.config_json, overrides)
+        if devices.is_main_process():
+            folder.claim(task.name, task.config_json, overrides)
         logging.info(
             "%s: %s parameters on %s", task.name, f"{task.parameters:,}", devices.describe()
         )
@@ -78,6 +84,8 @@ def evaluate(
     task = Task(experiment)
     if predictions is not None:
         task.check_rows()
+        check_file(predictions)
+    Workdir(workdir).check_writable()
     state = _restored(task, workdir, checkpoint)
     results = evaluation.evaluate_splits(task, state)
     if devices.is_main_process():
@@ -188,12 +196,12 @@ class _Run:
         def save(info: StepInfo) -> None:
             # The last save of a start says how it ended: `_finish` makes it.
             if info.step < stop and info.stop_reason is None:
-                self._save(info, ended=None)
+                self._save(info, ended=None, judged=True)
 
         hooks: list[Hook] = [self._log]
         if config.eval_every is not None:
             hooks.append(every(config.eval_every, self._evaluate))
-        hooks.extend(self._task.experiment.hooks())
+        hooks.extend(self._task.own_hooks())
         hooks.append(every(config.checkpoint_every, save))
         hooks.append(lambda info: self._progress(info.step))
         return hooks
@@ -204,8 +212,15 @@ class _Run:
             ended = ended or "reached num_steps"
         if ended is not None:
             self._log.close(info)
-            self._evaluate(info)
-        self._save(info, ended=ended)
+            try:
+                self._evaluate(info)
+            except BaseException:
+                # What was trained is not lost with it.
+                self._save(info, ended=None, judged=False)
+                raise
+        # A save out of turn is not judged: the log must be that of the uninterrupted run.
+        in_turn = ended is not None or info.crossed(self._task.config.checkpoint_every)
+        self._save(info, ended=ended, judged=in_turn)
         self._checkpointer.wait()
         if ended is not None:
             logging.info("the run has ended at step %d: %s", info.step, ended)
@@ -222,13 +237,11 @@ class _Run:
                 self._evaluations = evaluation.scalars(results), info.step
         info.evaluations, info.evaluations_step = self._evaluations
 
-    def _save(self, info: StepInfo, *, ended: str | None) -> None:
+    def _save(self, info: StepInfo, *, ended: str | None, judged: bool) -> None:
         # The log must be on disk up to the step before the checkpoint is: a run that resumes from
         # it never writes those lines again.
         self._log.settle(info)
         with self._log.stopwatch.paused():
-            # A save out of turn is not judged: the log must be that of the uninterrupted run.
-            judged = ended is not None or info.crossed(self._task.config.checkpoint_every)
             if self._task.best_metric is not None and judged:
                 self._evaluate(info)
             self._writer.flush()

@@ -144,6 +144,7 @@ def initial_extras(state: TrainState, config: Any) -> dict[str, Any]:
 
 def averaged(state: State) -> State:
     """The state with the averaged params and network state, where `config.ema_decay` keeps them."""
+    setting("ema_decay")
     return state.replace(**state.extras["ema"]) if "ema" in state.extras else state
 
 

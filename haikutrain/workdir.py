@@ -1,9 +1,11 @@
 """The folder of a run: whose it is, and where things are in it."""
 
 import contextlib
+import fcntl
 import json
 import os
 import pathlib
+import socket
 import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,6 +25,16 @@ def same_experiment(a: str, b: str) -> bool:
     """Whether two names may be of one experiment: a notebook may go on with a file's run."""
     (module_a, _, class_a), (module_b, _, class_b) = a.partition(":"), b.partition(":")
     return class_a == class_b and (module_a == module_b or "" in (module_a, module_b))
+
+
+def check_file(path: str | os.PathLike[str]) -> None:
+    """Raises UsageError if predictions cannot be written to a file of this name."""
+    target = pathlib.Path(path)
+    if not str(path) or not target.name or target.is_dir() or not target.absolute().parent.is_dir():
+        raise UsageError(
+            f"predictions cannot be written to {str(path)!r}: give a file's name in a folder that "
+            "exists"
+        )
 
 
 def write_rows(path: str | os.PathLike[str], splits: Mapping[str, Mapping[str, Any]]) -> None:
@@ -53,6 +65,7 @@ class Workdir:
         # `Path.exists` raises where a folder above may not be entered.
         if os.path.exists(self.path) and not os.path.isdir(self.path):
             raise UsageError(f"workdir {path} is a file; name a folder with --workdir")
+        self._lock: int | None = None
         self.config = self.path / "config.json"
         self.checkpoints = self.path / "checkpoints"
         self.metrics = self.path / "metrics.jsonl"
@@ -62,9 +75,8 @@ class Workdir:
 
     def check_owner(self, experiment: str) -> None:
         """Raises UsageError if another experiment's run is here."""
-        try:
-            owner = json.loads(self.config.read_text())["experiment"]
-        except (OSError, ValueError, KeyError, TypeError):
+        owner = self._read("experiment")
+        if owner is None:
             return
         if not same_experiment(owner, experiment):
             raise UsageError(
@@ -86,10 +98,49 @@ class Workdir:
                 "--workdir"
             ) from error
 
+    def lock(self) -> None:
+        """Keeps other trainers out, if the folder exists; again and again is fine.
+
+        The lock is on the folder itself and ends with the process, however that dies.
+
+        Raises:
+          UsageError: another process trains here; names it.
+        """
+        if self._lock is not None or not self.path.exists():
+            return
+        folder = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(folder)
+            raise UsageError(
+                f"workdir {self.path} is in use by {self._read('started_by') or 'another process'}"
+                "; wait until it ends, or give another --workdir"
+            ) from error
+        self._lock = folder
+
+    def close(self) -> None:
+        """Lets other trainers in."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _read(self, name: str) -> Any:
+        try:
+            return json.loads(self.config.read_text())[name]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
     def claim(self, experiment: str, config: Mapping[str, Any], overrides: Sequence[str]) -> None:
-        """Creates the folder and writes down what runs in it."""
+        """Creates the folder, keeps others out of it, and writes down what runs there."""
         self.path.mkdir(parents=True, exist_ok=True)
-        content = {"experiment": experiment, "config": config, "overrides": list(overrides)}
+        self.lock()
+        content = {
+            "experiment": experiment,
+            "config": config,
+            "overrides": list(overrides),
+            "started_by": f"process {os.getpid()} on {socket.gethostname()}",
+        }
         new = self.config.with_suffix(".tmp")
         new.write_text(json.dumps(content, indent=2) + "\n")
         new.replace(self.config)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 
 import pytest
 
@@ -19,6 +20,7 @@ def test_nothing_is_created_before_the_claim(tmp_path):
         "experiment": "digits:Digits",
         "config": {"seed": 0},
         "overrides": ["--config.seed=0"],
+        "started_by": f"process {os.getpid()} on {socket.gethostname()}",
     }
     # No half-written file stays, and a second claim takes the first one's place.
     folder.claim("digits:Digits", {"seed": 0}, [])
