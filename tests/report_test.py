@@ -150,3 +150,53 @@ def test_mistakes_in_what_is_kept_or_reported_are_said(run, tmp_path):
         haikutrain.train(Nothing(plain), tmp_path / "nothing")
     with pytest.raises(haikutrain.UsageError, match=r"best_metric='fame' is not .* eval/accuracy"):
         haikutrain.train(Reporting(config(best_metric="fame")), tmp_path / "fame")
+
+
+KEPT = """
+import haiku as hk
+import numpy as np
+import optax
+
+import haikutrain
+
+
+def get_config():
+    config = haikutrain.base_config()
+    config.experiment = ":Kept"
+    config.num_steps, config.batch_size = 3, 8
+    return config
+
+
+class Kept(haikutrain.Experiment):
+    def loss(self, batch, is_training):
+        logits = hk.Linear(2)(batch["x"])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["id"] % 2)
+        return losses, {"id": haikutrain.Rows(batch["id"]), "logits": haikutrain.Rows(logits)}
+
+    def optimizer(self):
+        return optax.sgd(0.1)
+
+    def arrays(self):
+        x = np.random.default_rng(0).normal(size=(11, 3)).astype(np.float32)
+        return {"x": x, "id": np.arange(11)}
+
+    def train_data(self):
+        return haikutrain.ArrayDataset(self.arrays(), 8, seed=0)
+
+    def eval_data(self):
+        return {"a": haikutrain.ArrayDataset(self.arrays(), 4)}
+"""
+
+
+def test_predictions_are_the_same_on_any_number_of_devices(main, tmp_path):
+    (tmp_path / "kept.py").write_text(KEPT)
+    flags = [f"--config={tmp_path / 'kept.py'}", f"--workdir={tmp_path / 'run'}"]
+    main(*flags, "--cpu_devices=2")
+    saved = {}
+    for count in (1, 2, 8):
+        path = tmp_path / f"{count}.npz"
+        main(*flags, "--mode=eval", f"--predictions={path}", f"--cpu_devices={count}")
+        saved[count] = dict(np.load(path))
+        np.testing.assert_array_equal(saved[count]["a/id"], np.arange(11))
+        np.testing.assert_allclose(saved[count]["a/logits"], saved[1]["a/logits"], atol=1e-6)
+    assert set(saved[8]) == {"a/id", "a/logits"}
