@@ -41,7 +41,7 @@ def main() -> None:
     devices.simulate(options.devices)
     with pairs.quiet():
         # The more there is to compute, the less there is to gain.
-        rows = [measure(1, options.pairs, 3.0), measure(2, options.pairs, 2.0)]
+        rows = [measure(1, options.pairs, 3.0), measure(2, options.pairs, 3.0)]
     pairs.show(rows, f"K = {STEPS}", "K = 1")
 
 
