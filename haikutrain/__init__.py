@@ -1,69 +1,67 @@
 """Stateful training for Haiku: write the loss, stop anywhere, resume exactly."""
 
-from haikutrain import augment, readers
-from haikutrain.checkpoint import CheckpointDamaged, digest
-from haikutrain.collectives import AXIS, pmean, psum
-from haikutrain.config import base_config
-from haikutrain.data import ArrayDataset, digits
-from haikutrain.errors import UsageError
-from haikutrain.experiment import Experiment
-from haikutrain.hooks import StepInfo, every
-from haikutrain.leaves import take
-from haikutrain.metrics import Rows
-from haikutrain.optimizers import (
-    decay_mask,
-    ema,
-    freeze,
-    make_optimizer,
-    mask_by_name,
-    optimizer_config,
-    scale_by_learning_rate,
-)
-from haikutrain.pictures import grid
-from haikutrain.pipeline import GrainDataset
-from haikutrain.schedules import epochs, warmup_constant, warmup_cosine, warmup_linear
-from haikutrain.train import ReplicasDiffer, evaluate, restore, train
-from haikutrain.train_state import TrainState
-from haikutrain.updates import apply_gradients, averaged, step
-from haikutrain.writers import MetricWriter
+import importlib
+from typing import Any
 
-__all__ = [
-    "AXIS",
-    "ArrayDataset",
-    "CheckpointDamaged",
-    "Experiment",
-    "GrainDataset",
-    "MetricWriter",
-    "ReplicasDiffer",
-    "Rows",
-    "StepInfo",
-    "TrainState",
-    "UsageError",
-    "apply_gradients",
-    "augment",
-    "averaged",
-    "base_config",
-    "decay_mask",
-    "digest",
-    "digits",
-    "ema",
-    "epochs",
-    "evaluate",
-    "every",
-    "freeze",
-    "grid",
-    "make_optimizer",
-    "mask_by_name",
-    "optimizer_config",
-    "pmean",
-    "psum",
-    "readers",
-    "restore",
-    "scale_by_learning_rate",
-    "step",
-    "take",
-    "train",
-    "warmup_constant",
-    "warmup_cosine",
-    "warmup_linear",
-]
+# Where each public name is from. Imported when first used: the command line answers before JAX is
+# there, and catches signals first. `__init__.pyi` says the same to type checkers.
+_HOMES = {
+    "AXIS": "collectives",
+    "ArrayDataset": "data",
+    "CheckpointDamaged": "errors",
+    "Experiment": "experiment",
+    "GrainDataset": "pipeline",
+    "MetricWriter": "writers",
+    "NonFinite": "errors",
+    "PeerLost": "errors",
+    "ReplicasDiffer": "loop",
+    "Rows": "metrics",
+    "SavesFailed": "errors",
+    "StepInfo": "hooks",
+    "Stopped": "errors",
+    "TrainState": "train_state",
+    "UsageError": "errors",
+    "apply_gradients": "updates",
+    "augment": "",
+    "averaged": "updates",
+    "base_config": "config",
+    "decay_mask": "optimizers",
+    "digest": "leaves",
+    "digits": "data",
+    "ema": "optimizers",
+    "epochs": "schedules",
+    "evaluate": "loop",
+    "every": "hooks",
+    "freeze": "optimizers",
+    "grid": "pictures",
+    "make_optimizer": "optimizers",
+    "mask_by_name": "optimizers",
+    "optimizer_config": "optimizers",
+    "pmean": "collectives",
+    "psum": "collectives",
+    "readers": "",
+    "restore": "loop",
+    "scale_by_learning_rate": "optimizers",
+    "step": "updates",
+    "take": "leaves",
+    "train": "loop",
+    "warmup_constant": "schedules",
+    "warmup_cosine": "schedules",
+    "warmup_linear": "schedules",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'haikutrain' has no attribute {name!r}")
+    home = _HOMES[name]
+    module = importlib.import_module(f"haikutrain.{home or name}")
+    value = getattr(module, name) if home else module
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -17,7 +17,6 @@ import numpy as np
 
 from haikutrain import leaves
 from haikutrain.checkpoint_folder import (
-    CheckpointDamaged,
     Folder,
     find_best,
     find_checkpoint,
@@ -32,7 +31,6 @@ from haikutrain.leaves import digest
 from haikutrain.positions import decode, encode
 
 __all__ = [
-    "CheckpointDamaged",
     "Checkpointer",
     "Restored",
     "decode",

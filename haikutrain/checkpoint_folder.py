@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from haikutrain.errors import UsageError
+from haikutrain.errors import CheckpointDamaged, UsageError
 from haikutrain.leaves import Keys, Leaf, crc32, join
 from haikutrain.positions import decode, encode
 
@@ -26,10 +26,6 @@ FORMAT = 1
 
 RESERVED = ("data", "meta", "checksums", "metrics", "default")
 """Names that a field of a state cannot have: these items are ours, or Orbax's own."""
-
-
-class CheckpointDamaged(RuntimeError):
-    """What is on disk is not what was saved: a missing, truncated or altered file."""
 
 
 class Folder:

@@ -19,7 +19,14 @@ _POSITIVE = (
     *_PERIODS,
     "keep_checkpoints",
     "stop_after",
+    "max_skipped",
+    "max_failed_saves",
 )
+_CHOICES = {
+    "best_mode": ("max", "min"),
+    "restore_only": ("all", "weights"),
+    "on_nonfinite": ("stop", "skip"),
+}
 # The class itself is compared, not how it was named; a notebook does not name it at all.
 # A restored run starts elsewhere only while its workdir has no checkpoint of its own, so what
 # it started from may change afterwards.
@@ -34,6 +41,9 @@ _MAY_CHANGE = {
     "experiment",
     "restore_from",
     "restore_only",
+    "on_nonfinite",
+    "max_skipped",
+    "max_failed_saves",
 }
 
 
@@ -69,6 +79,12 @@ def base_config() -> ConfigDict:
     config.best_metric = config_dict.placeholder(str)
     # Whether the best is the highest ("max") or the lowest ("min").
     config.best_mode = "max"
+    # Stop after so many saves in a row that failed, on a full disk say; each period tries again.
+    config.max_failed_saves = 3
+    # A loss or gradient that is NaN or infinite: "stop" ends the run, "skip" leaves the step out.
+    config.on_nonfinite = "stop"
+    # Stop after so many steps in a row that were skipped.
+    config.max_skipped = 10
     # Start from this checkpoint or workdir, as long as the workdir has no checkpoint of its own.
     config.restore_from = config_dict.placeholder(str)
     # "all", or "weights": params and network state, with a fresh optimizer at step 0.
@@ -205,7 +221,7 @@ def _check_steps_per_call(config: ConfigDict) -> None:
 
 
 def _check_choices(config: ConfigDict) -> None:
-    for name, choices in {"best_mode": ("max", "min"), "restore_only": ("all", "weights")}.items():
+    for name, choices in _CHOICES.items():
         if config[name] not in choices:
             _refuse(name, config[name], f"it must be {choices[0]!r} or {choices[1]!r}")
     if config.restore_only == "weights" and config.restore_from is None:

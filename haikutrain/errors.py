@@ -1,4 +1,4 @@
-"""The one kind of error that is the user's to mend."""
+"""The ways in which a run ends that are not a bug: each one readable line, each an exit code."""
 
 
 class UsageError(ValueError):
@@ -7,3 +7,23 @@ class UsageError(ValueError):
     The message is one readable line: what was given, the rule, the fix. `haikutrain.main` prints
     it without a traceback and exits with code 2.
     """
+
+
+class CheckpointDamaged(RuntimeError):
+    """What is on disk is not what was saved: a missing, truncated or altered file. Exit code 1."""
+
+
+class SavesFailed(RuntimeError):
+    """Checkpoints cannot be written: the message says why. Exit code 1."""
+
+
+class NonFinite(FloatingPointError):
+    """A loss or gradient was not finite: the message says at which step. Exit code 3."""
+
+
+class Stopped(RuntimeError):
+    """A signal ended the run; all that was done is saved, and the next start goes on. Code 42."""
+
+
+class PeerLost(RuntimeError):
+    """Another process of the job died; the next start goes on. Exit code 75."""

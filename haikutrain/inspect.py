@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 
 import jax
 
-from haikutrain.checkpoint import CheckpointDamaged, Checkpointer, digest, find_checkpoint
+from haikutrain.checkpoint import Checkpointer, digest, find_checkpoint
 from haikutrain.checkpoint_folder import Folder, item_of, list_steps
-from haikutrain.errors import UsageError
+from haikutrain.errors import CheckpointDamaged, UsageError
 from haikutrain.leaves import Leaf
 
 

@@ -13,7 +13,7 @@ MODULES = sorted(path.stem for path in PACKAGE.glob("*.py"))
 # From the top down: a module imports only from layers below its own. `__init__` names all.
 LAYERS = [
     {"main", "inspect"},
-    {"train"},
+    {"loop"},
     {"evaluation"},
     {"start"},
     {"programs"},
@@ -21,10 +21,10 @@ LAYERS = [
     {"updates"},
     {"devices", "checkpoint", "hooks"},
     {"collectives", "checkpoint_folder", "data", "pipeline", "precision"},
-    {"leaves", "positions", "metrics", "config", "config_file"},
-    {"augment", "optimizers", "readers", "train_state", "workdir", "writers"},
+    {"leaves", "positions", "metrics", "command_line", "config_file"},
+    {"augment", "config", "optimizers", "readers", "train_state", "workdir", "writers"},
     {"console", "pictures", "prefetch", "pixels", "schedules", "sources"},
-    {"errors"},
+    {"errors", "signals"},
 ]
 
 # Who may import a library, where it is not everyone.

@@ -16,8 +16,8 @@ import optax
 import pytest
 
 import haikutrain.checkpoint as checkpoint_lib
-from haikutrain.checkpoint import CheckpointDamaged, Checkpointer, digest, find_checkpoint
-from haikutrain.errors import UsageError
+from haikutrain.checkpoint import Checkpointer, digest, find_checkpoint
+from haikutrain.errors import CheckpointDamaged, UsageError
 from haikutrain.train_state import TrainState
 
 ROOT = pathlib.Path(__file__).parent.parent

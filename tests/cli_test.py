@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from haikutrain import main
+from haikutrain import loop, main
 
 CONFIG = """
 from haikutrain.config import base_config
@@ -54,8 +54,8 @@ def calls(monkeypatch):
         calls.append(("evaluate", checkpoint, workdir, predictions))
         return {"test": {"accuracy": 0.98765432, "loss": 1.5}}
 
-    monkeypatch.setattr(main, "train", train)
-    monkeypatch.setattr(main, "evaluate", evaluate)
+    monkeypatch.setattr(loop, "train", train)
+    monkeypatch.setattr(loop, "evaluate", evaluate)
     return calls
 
 
@@ -151,7 +151,7 @@ def test_other_ends_have_their_exit_codes(toy, monkeypatch, error, code):
     def train(experiment, workdir, *, overrides):
         raise error
 
-    monkeypatch.setattr(main, "train", train)
+    monkeypatch.setattr(loop, "train", train)
     assert main.run([f"--config={toy}"]) == code
 
 
@@ -159,7 +159,7 @@ def test_programming_error_keeps_its_type(toy, monkeypatch):
     def train(experiment, workdir, *, overrides):
         raise ZeroDivisionError("mine")
 
-    monkeypatch.setattr(main, "train", train)
+    monkeypatch.setattr(loop, "train", train)
     with pytest.raises(ZeroDivisionError, match="mine"):
         main.run([f"--config={toy}"])
 

@@ -1,0 +1,68 @@
+"""Signals: a run that is asked to stop ends after its step; a second Ctrl-C ends it at once.
+
+A handler only takes note. An exception raised by one could come up anywhere, in a callback of the
+garbage collector as well, which swallows it.
+"""
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+_CAUGHT = (signal.SIGTERM, signal.SIGINT)
+
+_received: list[signal.Signals] = []
+_at_once = False
+
+
+@contextlib.contextmanager
+def caught() -> Iterator[None]:
+    """Takes note of SIGTERM and SIGINT in here, in the main thread; elsewhere does nothing."""
+    global _at_once
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, _take_note) for number in _CAUGHT}
+    _received.clear()
+    _at_once = False
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def end_at_once() -> None:
+    """From now on a first signal ends the process: there is nothing to save."""
+    global _at_once
+    _at_once = True
+    if _received:
+        _end(_received[0])
+
+
+def received() -> str | None:
+    """The name of the first signal since `caught` was entered, None if there was none."""
+    return _received[0].name if _received else None
+
+
+def _take_note(number: int, frame: Any) -> None:
+    del frame
+    again = number == signal.SIGINT and signal.SIGINT in _received
+    _received.append(signal.Signals(number))
+    if again or _at_once:
+        _end(_received[-1])
+    elif len(_received) == 1:
+        _say(f"{_received[0].name}: stopping after this step; Ctrl-C twice to end at once")
+
+
+def _end(number: signal.Signals) -> None:
+    _say("interrupted")
+    os._exit(130 if number == signal.SIGINT else 42)
+
+
+def _say(text: str) -> None:
+    # Not `print`: a signal may come in the middle of one.
+    with contextlib.suppress(OSError):
+        os.write(2, f"haikutrain: {text}\n".encode())
