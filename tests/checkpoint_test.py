@@ -451,7 +451,7 @@ def test_a_failed_save_is_raised_once_and_the_next_succeeds(tmp_path, monkeypatc
     checkpointer.wait()
     monkeypatch.setattr(checkpoint_lib, "make_checksums", original)
     # In the middle of Orbax's own writing, too.
-    manager = checkpointer._manager
+    manager = checkpointer._store._manager
 
     def broken(step, **kwargs):
         (tmp_path / f"{step}.orbax-checkpoint-tmp-7").mkdir()
