@@ -287,6 +287,7 @@ class Checkpointer:
             for step in sorted({*damaged, *strays}):
                 why = damaged.get(step) or f"{self.directory / str(step)} is no checkpoint"
                 moved = set_aside(self.directory, step)
+                self._open().forget()
                 logging.warning("%s; moved to %s; going on from step %d", why, moved, good)
         else:
             for error in damaged.values():

@@ -122,13 +122,13 @@ class Folder:
                 raise CheckpointMissing(
                     f"{self.directory} has no checkpoint of step {self.step}; it has: {have}"
                 ) from error
-            why = os_errors.reason(error)
-            if os_errors.is_from_outside(error):
+            why = _outer_reason(error, self.path / name)
+            if why is not None:
                 raise CheckpointUnreadable(
                     f"checkpoint {self.path} cannot be read: item {name}: {why}; this says nothing "
                     "about what is in it: start again when it can be read"
                 ) from error
-            raise self.damaged(name, why) from error
+            raise self.damaged(name, os_errors.reason(error)) from error
 
     def damaged(self, name: str, why: str) -> CheckpointDamaged:
         """The error that says so."""
@@ -149,6 +149,26 @@ class Folder:
             if sums.pop("crc32") != _json_crc32(sums):
                 raise ValueError("it has other values than were saved")
         return sums
+
+
+def _outer_reason(error: BaseException, item: pathlib.Path) -> str | None:
+    """Why an item cannot be read, if that does not lie in its files; else None."""
+    if os_errors.is_from_outside(error):
+        return os_errors.reason(error)
+    # Orbax does not always pass on what the system said, so it is asked once more.
+    try:
+        for folder, _, names in os.walk(item, onerror=_raise):
+            for name in names:
+                with open(os.path.join(folder, name), "rb") as file:
+                    while file.read(1 << 24):
+                        pass
+    except OSError as found:
+        return os_errors.reason(found) if os_errors.is_from_outside(found) else None
+    return None
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def state_fields(state: Any) -> dict[str, Any]:

@@ -1,14 +1,13 @@
 """The only door to Orbax: how the items of a checkpoint reach the disk, and how they come back."""
 
 import concurrent.futures
-import contextlib
 import functools
 import logging
 import os
 import pathlib
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,6 +36,7 @@ class Store:
     def __init__(self, directory: pathlib.Path, expired: Callable[[], set[int]]):
         self._directory = directory
         self._expired = expired
+        _quiet()
         directory.mkdir(parents=True, exist_ok=True)
         self._remove_leftovers()
         # Now, for the first import of Orbax in a worker would hold up the training loop.
@@ -70,9 +70,8 @@ class Store:
         try:
             if self._manager is None:
                 self._manager = self._make_manager()
-            with _quiet():
-                # Not forced, Orbax would answer False to a step that it thinks untimely.
-                self._manager.save(step, args=ocp.args.Composite(**args), force=True)
+            # Not forced, Orbax would answer False to a step that it thinks untimely.
+            self._manager.save(step, args=ocp.args.Composite(**args), force=True)
         except BaseException:
             # This manager counts the failed save as there.
             self._manager = None
@@ -80,11 +79,17 @@ class Store:
         finally:
             self._remove_leftovers()
 
+    def forget(self) -> None:
+        """To be called when anything but `write` has changed which checkpoints there are."""
+        self._manager = None
+
     def close(self) -> None:
         """Frees what it holds."""
         if self._manager is not None:
             self._manager.close()
         self._manager = None
+        # A thread of a failed save may have written after its folder was removed.
+        self._remove_leftovers()
 
     def _remove_leftovers(self) -> None:
         leftovers = self._directory.glob("*.orbax-checkpoint-tmp*")
@@ -136,6 +141,7 @@ def read_arrays(folder: Folder, table: Mapping[str, leaves.Leaf]) -> dict[str, n
     """
     import orbax.checkpoint as ocp
 
+    _quiet()
     options = _multiprocessing(ocp)
     handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=options)
     arrays = {
@@ -147,7 +153,6 @@ def read_arrays(folder: Folder, table: Mapping[str, leaves.Leaf]) -> dict[str, n
         ocp.Checkpointer(handler, multiprocessing_options=options) as reader,
         # zlib lets other threads run: one item is verified while the next is read.
         concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as workers,
-        _quiet(),
     ):
         checks = []
         for name in dict.fromkeys(item_of(path) for path, leaf in table.items() if leaf.size):
@@ -161,25 +166,15 @@ def read_arrays(folder: Folder, table: Mapping[str, leaves.Leaf]) -> dict[str, n
     return arrays
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps what Orbax's threads say of an error to themselves: it is raised, and said once."""
-    _install_hook()
-    log = logging.getLogger("absl")
-
-    def is_not_orbax(record: logging.LogRecord) -> bool:
-        return f"-packages{os.sep}orbax{os.sep}" not in record.pathname
-
-    log.addFilter(is_not_orbax)
-    try:
-        yield
-    finally:
-        log.removeFilter(is_not_orbax)
-
-
 @functools.cache
-def _install_hook() -> None:
-    """From now on is silent of reads that end after the first that failed has been raised."""
+def _quiet() -> None:
+    """Silences what threads of Orbax say, also later, of an error that it raises: it is said once.
+
+    Those of a failed save log it with a traceback each. Those of a failed read find the event loop
+    closed that they were to answer to.
+    """
+    source = os.path.join("orbax", "checkpoint", "_src", "futures", "future.py")
+    logging.getLogger("absl").addFilter(lambda record: not record.pathname.endswith(source))
     before = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
