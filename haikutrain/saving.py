@@ -148,8 +148,8 @@ class Saves:
         logging.debug("where it failed", exc_info=error)
         if self._failures >= limit:
             raise SavesFailed(
-                f"{self._failures} saves in a row have failed (max_failed_saves={limit}), the last "
-                f"at step {step}: {reason}; {self._what_is_left()}"
+                f"too many saves in a row have failed (max_failed_saves={limit}), the last at "
+                f"step {step}: {reason}; {self._what_is_left()}"
             ) from error
 
     def _what_is_left(self) -> str:
