@@ -50,6 +50,8 @@ def write_rows(path: str | os.PathLike[str], splits: Mapping[str, Mapping[str, A
         new.replace(target)
     except OSError as error:
         raise UsageError(f"predictions cannot be written to {path}: {error.strerror}") from error
+    finally:
+        new.unlink(missing_ok=True)
 
 
 class Workdir:
