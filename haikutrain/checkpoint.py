@@ -25,6 +25,7 @@ from haikutrain.checkpoint_folder import (
     make_checksums,
     make_items,
     named_steps,
+    other_folders,
     set_aside,
     state_fields,
 )
@@ -289,6 +290,9 @@ class Checkpointer:
                 moved = set_aside(self.directory, step)
                 self._open().forget()
                 logging.warning("%s; moved to %s; going on from step %d", why, moved, good)
+            for name in other_folders(self.directory):
+                where = self.directory / name
+                logging.warning("%s is no checkpoint; it is left where it is", where)
         else:
             for error in damaged.values():
                 logging.warning("%s; passed over for step %d", error, good)

@@ -250,6 +250,13 @@ def named_steps(directory: pathlib.Path) -> list[int]:
         raise CheckpointUnreadable(f"{directory} cannot be read: {error.strerror}") from error
 
 
+def other_folders(directory: pathlib.Path) -> list[str]:
+    """The folders in a directory of checkpoints that are neither a step's nor hidden."""
+    with os.scandir(directory) as entries:
+        names = [entry.name for entry in entries if entry.is_dir()]
+    return sorted(name for name in names if not _STEP.fullmatch(name) and name[0] != ".")
+
+
 def set_aside(directory: pathlib.Path, step: int) -> pathlib.Path:
     """Moves what has a step's name into `.damaged/`, where nothing counts; returns its new path."""
     damaged = directory / DAMAGED

@@ -105,6 +105,10 @@ class _Backlog:
                     error.strerror,
                 )
 
+    def put_back(self, pieces: Sequence[Any]) -> None:
+        """Takes pieces that were done and are undone, when there are no others."""
+        self._waiting.extend(pieces)
+
     def clear(self) -> None:
         """Does all that is left; raises the OSError of what cannot be done."""
         while self._waiting:
@@ -119,6 +123,9 @@ class _FileWriter(MetricWriter):
         # Unbuffered: what does not reach the system is ours to keep.
         self._file = open(path, mode, buffering=0)  # noqa: SIM115
         self._backlog = _Backlog(str(path), self._write_whole)
+        # A network file system may tell at `fsync` only that what was written is lost.
+        self._safe_size = os.fstat(self._file.fileno()).st_size
+        self._since: list[bytes] = []
         # A new name is on disk only once its directory is.
         directory = os.open(path.parent, os.O_RDONLY)
         try:
@@ -128,7 +135,15 @@ class _FileWriter(MetricWriter):
 
     def flush(self) -> None:
         self._backlog.clear()
-        os.fsync(self._file.fileno())
+        try:
+            os.fsync(self._file.fileno())
+        except OSError:
+            self._cut(self._safe_size)
+            self._backlog.put_back(self._since)
+            self._since = []
+            raise
+        self._safe_size = os.fstat(self._file.fileno()).st_size
+        self._since = []
 
     def close(self) -> None:
         if not self._file.closed:
@@ -148,10 +163,14 @@ class _FileWriter(MetricWriter):
             while left:
                 left = left[os.write(file, left) :]
         except OSError:
-            with contextlib.suppress(OSError):
-                os.ftruncate(file, before)  # A reader never meets half a piece.
-                os.lseek(file, before, os.SEEK_SET)
+            self._cut(before)  # A reader never meets half a piece.
             raise
+        self._since.append(piece)
+
+    def _cut(self, size: int) -> None:
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._file.fileno(), size)
+            os.lseek(self._file.fileno(), size, os.SEEK_SET)
 
 
 class JsonLines(_FileWriter):
@@ -212,7 +231,7 @@ def _keep_lines(path: pathlib.Path, last_step: int) -> None:
 
 def _replace(path: pathlib.Path, content: bytes) -> None:
     """Makes `content` what is in the file; a crash or a full disk leaves the old one whole."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f"{path.name}.tmp")
     try:
         with open(temporary, "wb") as file:
             file.write(content)

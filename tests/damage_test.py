@@ -154,6 +154,7 @@ def test_what_has_a_steps_name_and_is_no_checkpoint_is_moved_away(directory, mak
     assert set(os.listdir(directory)) == kept
     assert "20" in os.listdir(directory / ".damaged")
     assert f"{directory / '20'} is damaged: item " in caplog.text
+    assert f"{directory / 'notes'} is no checkpoint; it is left where it is" in caplog.text
     # The step can be saved now; what was moved neither counts nor goes.
     checkpointer = Checkpointer(directory, keep=3)
     checkpointer.save(20, make_state(20), meta={}, data=None)

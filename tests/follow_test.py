@@ -14,6 +14,7 @@ import time
 import pytest
 
 import haikutrain
+from haikutrain import command_line
 from haikutrain import follow as follow_lib
 from haikutrain import main as command_main
 from haikutrain.checkpoint import Checkpointer
@@ -218,8 +219,10 @@ def test_what_does_not_fit_is_a_mistake(tiny, experiment, run, tmp_path):
         (["--mode=eval", "--follow", "--predictions=p.npz"], "--predictions=p.npz is of one"),
     ],
 )
-def test_flags_that_it_cannot_be_given_with_are_refused(run_plain, check_refused, flags, said):
-    check_refused(run_plain(*flags), said)
+def test_flags_that_it_cannot_be_given_with_are_refused(flags, said):
+    with pytest.raises(UsageError) as error:
+        command_line.parse(["main", "--config=run.py", *flags])
+    assert str(error.value).startswith(said)
 
 
 # --- as processes ----------------------------------------------------------------------------
