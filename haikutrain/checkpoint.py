@@ -141,6 +141,7 @@ class Checkpointer:
         Raises:
           UsageError: the state or the position cannot be stored.
           RuntimeError: read-only, closed, or `step` is not new.
+          OSError: nothing can be written there.
           Exception: whatever the save before failed with.
         """
         self.wait()
@@ -153,7 +154,7 @@ class Checkpointer:
         if latest is not None and step <= latest:
             raise RuntimeError(f"cannot save step {step}: {self.directory} already has {latest}")
         if (self.directory / str(step)).exists():
-            raise RuntimeError(
+            raise FileExistsError(
                 f"cannot save step {step}: {self.directory / str(step)} is in the way and is no"
                 " checkpoint; move it elsewhere"
             )

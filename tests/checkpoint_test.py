@@ -420,7 +420,7 @@ def test_stray_files_are_no_checkpoints_and_leftovers_go(tmp_path):
     writer = Checkpointer(tmp_path, keep=1)
     assert writer.latest_step() == 5
     assert not any(path.exists() for path in leftovers)
-    with pytest.raises(RuntimeError, match="9 is in the way"):
+    with pytest.raises(FileExistsError, match="9 is in the way"):
         writer.save(9, make_state(), meta={}, data=None)
     writer.save(10, make_state(), meta={}, data=None)
     writer.close()

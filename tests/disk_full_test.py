@@ -40,8 +40,8 @@ class Run(Base):
                         pass
             if info.step == self.config.free_at:
                 filler.unlink()
-            if info.step % 10:
-                time.sleep(0.03)  # Time for a save to fail before the next.
+            if self.config.filler and info.step % 10 == 1:
+                time.sleep(0.5)  # Time for a save to fail before there is room again.
 
         return [hook]
 """
@@ -349,6 +349,20 @@ def test_no_checkpoint_is_ahead_of_a_log_that_cannot_be_written(
         assert sum(text.startswith(wanted) for text in texts) == 1
     for split in ("train", "test", "few"):
         assert log_lines(tmp_path / "run", split) == log_lines(tmp_path / "straight", split)
+
+
+def test_a_folder_that_is_in_the_way_costs_one_checkpoint(tiny, experiment, tmp_path, caplog):
+    class Careless(tiny.Tiny):
+        def hooks(self):
+            def make(info):
+                if info.step == 6:
+                    (tmp_path / "checkpoints" / "8").mkdir()
+
+            return [make]
+
+    haikutrain.train(experiment(Careless, keep_checkpoints=4), tmp_path)
+    assert list_steps(tmp_path / "checkpoints") == [4, 12, 16]
+    assert "checkpoints/8 is in the way and is no checkpoint; move it elsewhere" in caplog.text
 
 
 def test_an_exception_is_not_hidden_by_a_disk_that_is_full_as_well(
