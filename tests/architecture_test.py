@@ -23,7 +23,7 @@ LAYERS = [
     {"collectives", "checkpoint_folder", "data", "pipeline", "precision"},
     {"leaves", "positions", "metrics", "command_line", "config_file"},
     {"augment", "config", "optimizers", "readers", "train_state", "workdir", "writers"},
-    {"console", "pictures", "prefetch", "pixels", "schedules", "sources"},
+    {"console", "nonfinite", "pictures", "prefetch", "pixels", "schedules", "sources"},
     {"errors", "signals"},
 ]
 
