@@ -61,6 +61,12 @@ def _own_flags() -> flags.FlagValues:
         "With --mode=eval: latest (the default), best, or the step of a checkpoint.",
         flag_values=own,
     )
+    flags.DEFINE_boolean(
+        "follow",
+        False,
+        "With --mode=eval: evaluate each checkpoint as it appears, until the run has ended.",
+        flag_values=own,
+    )
     flags.DEFINE_string(
         "predictions",
         None,
@@ -91,6 +97,9 @@ class Options:
                 f"--predictions={own.predictions} does nothing with --mode={own.mode}: add "
                 "--mode=eval or leave it out"
             )
+        self.follow: bool = own.follow
+        if own.follow:
+            _check_follow(own)
         self.command = ["python", "-m", "haikutrain.main", *argv]
 
 
@@ -176,6 +185,19 @@ def _checkpoint(given: str | None, mode: str) -> str | int:
     if given.isdecimal():
         return int(given)
     raise UsageError(f"--checkpoint={given}: it must be latest, best, or the number of a step")
+
+
+def _check_follow(own: flags.FlagValues) -> None:
+    if own.mode != "eval":
+        raise UsageError(
+            f"--follow does nothing with --mode={own.mode}: add --mode=eval or leave it out"
+        )
+    for name in ("checkpoint", "predictions"):
+        if own[name].value is not None:
+            raise UsageError(
+                f"--{name}={own[name].value} is of one checkpoint, and --follow evaluates every "
+                "one: leave one of the two out"
+            )
 
 
 def _set_verbosity() -> None:

@@ -1,8 +1,8 @@
 """How a run begins: the experiment made ready, and its state restored or made."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -11,7 +11,7 @@ from absl import logging
 from haikutrain import config as configs
 from haikutrain import devices, leaves, metrics, precision
 from haikutrain.checkpoint import Checkpointer, encode, find_checkpoint
-from haikutrain.errors import UsageError
+from haikutrain.errors import CheckpointMissing, UsageError
 from haikutrain.eval_feed import EvalFeed
 from haikutrain.experiment import Experiment
 from haikutrain.feed import TrainFeed
@@ -20,6 +20,8 @@ from haikutrain.train_state import TrainState
 from haikutrain.workdir import experiment_name, same_experiment
 
 _WEIGHTS = ("params", "network_state")
+
+T = TypeVar("T")
 
 
 class Task:
@@ -165,14 +167,16 @@ class Start:
 
 
 def restore_or_init(task: Task, checkpointer: Checkpointer) -> Start:
-    """The newest checkpoint of the run's own, else `config.restore_from`, else a new state.
+    """The newest good checkpoint of the run's own, else `config.restore_from`, else a new state.
 
     Raises:
       UsageError: the checkpoint does not fit the experiment; the message names each difference.
+      CheckpointDamaged: there are checkpoints, and not one is good.
+      CheckpointUnreadable: the newest cannot be read now.
     """
-    step = checkpointer.latest_step()
-    if step is not None:
-        return _resumed(task, checkpointer, step)
+    resumed = checkpointer.newest_good(lambda step: _resumed(task, checkpointer, step))
+    if resumed is not None:
+        return resumed
     if task.config.restore_from is not None:
         return _restored_from(task, task.config.restore_from)
     logging.info("starting a new run of %d steps", task.config.num_steps)
@@ -213,11 +217,13 @@ def _restored(task: Task, checkpointer: Checkpointer, step: int) -> Start:
 def _restored_from(task: Task, path: str) -> Start:
     directory, step = find_checkpoint(path)
     source = Checkpointer(directory, read_only=True)
-    if step is None:
-        step = choose_step(source, "latest")
-    if task.config.restore_only == "all":
-        return _resumed(task, source, step)
-    logging.info("taking weights from checkpoint %d of %s", step, directory)
+    read = _resumed if task.config.restore_only == "all" else _with_weights
+    chosen = "latest" if step is None else step
+    return restore_chosen(source, chosen, lambda step: read(task, source, step))
+
+
+def _with_weights(task: Task, source: Checkpointer, step: int) -> Start:
+    logging.info("taking weights from checkpoint %d of %s", step, source.directory)
     if type(task.experiment).warm_start is not Experiment.warm_start:
         saved = source.read(step).state
         state = task.experiment.warm_start(task.programs.init(), saved)
@@ -225,6 +231,8 @@ def _restored_from(task: Task, path: str) -> Start:
     else:
         try:
             weights = source.restore(step, task.programs.state, fields=_WEIGHTS).state
+        except CheckpointMissing:
+            raise
         except UsageError as error:
             raise UsageError(f"{error}; to take a part, redefine warm_start") from error
         state = task.programs.init()
@@ -243,20 +251,29 @@ def _check_warm(task: Task, state: TrainState) -> None:
         )
 
 
-def choose_step(checkpointer: Checkpointer, checkpoint: str | int) -> int:
-    """The step that "latest", "best" or a number names; raises UsageError if there is none."""
+def restore_chosen(
+    checkpointer: Checkpointer, checkpoint: str | int, read: Callable[[int], T]
+) -> T:
+    """What `read` makes of the checkpoint that "latest", "best" or a number names.
+
+    "latest" is the newest that is not damaged, see `Checkpointer.newest_good`; any other that is
+    damaged is an error.
+
+    Raises:
+      UsageError: there is no such checkpoint.
+    """
+    if checkpoint == "latest" and (result := checkpointer.newest_good(read)) is not None:
+        return result
     steps = checkpointer.steps()
     if not steps:
         raise UsageError(f"there is no checkpoint in {checkpointer.directory}")
-    if checkpoint == "latest":
-        return steps[-1]
     if checkpoint == "best":
         best = checkpointer.best_step()
         if best is None:
             raise UsageError(
                 f"no checkpoint in {checkpointer.directory} has a number for config.best_metric"
             )
-        return best
+        return read(best)
     if isinstance(checkpoint, str) and checkpoint.isdecimal():
         checkpoint = int(checkpoint)
     if checkpoint not in steps:
@@ -264,7 +281,7 @@ def choose_step(checkpointer: Checkpointer, checkpoint: str | int) -> int:
             f"there is no checkpoint of step {checkpoint} in {checkpointer.directory}; there are "
             f"{', '.join(map(str, steps))}"
         )
-    return int(checkpoint)
+    return read(int(checkpoint))
 
 
 def _check_same_run(task: Task, meta: Mapping[str, Any]) -> list[str]:

@@ -2,9 +2,13 @@
 
 A writer gets Python numbers only, on one process only. The files can be resumed: opened with the
 step of the checkpoint that training goes on from, they lose what was written after it, so that
-each step of each split stands in them once, whatever was killed and resumed.
+each step of each split stands in them once, whatever was killed and resumed. What a full disk
+refuses they keep in memory and try to write again; only `flush` and `close` raise for it.
 """
 
+import collections
+import contextlib
+import io
 import json
 import math
 import os
@@ -17,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+from absl import logging
 
 from haikutrain import pictures
 from haikutrain.errors import UsageError
@@ -36,10 +41,10 @@ class MetricWriter(Protocol):
         return
 
     def flush(self) -> None:
-        """Returns when all that was written is on disk."""
+        """Returns when all that was written is on disk; OSError if it cannot be."""
 
     def close(self) -> None:
-        """Flushes and frees; closing twice is fine."""
+        """Flushes and frees, also if flushing raises; closing twice is fine."""
 
 
 class Writers:
@@ -78,22 +83,51 @@ class Writers:
             raise first
 
 
-class _FileWriter(MetricWriter):
-    """A file that grows by whole pieces.
+class _Backlog:
+    """Pieces of work in order: what fails with an OSError stays, and is tried again."""
 
-    What a full disk refuses stays in the buffer, so that a later piece cannot land behind half of
-    an earlier one.
-    """
+    def __init__(self, name: str, do: Callable[[Any], None]):
+        self._name = name
+        self._do = do
+        self._waiting: collections.deque[Any] = collections.deque()
+
+    def add(self, piece: Any) -> None:
+        """Does it now, or says once that it cannot be done and keeps it."""
+        behind = bool(self._waiting)
+        self._waiting.append(piece)
+        try:
+            self.clear()
+        except OSError as error:
+            if not behind:
+                logging.warning(
+                    "%s cannot be written: %s; kept in memory, to be tried again",
+                    self._name,
+                    error.strerror,
+                )
+
+    def clear(self) -> None:
+        """Does all that is left; raises the OSError of what cannot be done."""
+        while self._waiting:
+            self._do(self._waiting[0])
+            self._waiting.popleft()
+
+
+class _FileWriter(MetricWriter):
+    """A file that grows by whole pieces, one at a time and in order."""
 
     def __init__(self, path: pathlib.Path, mode: str):
-        self._file = open(path, mode)  # noqa: SIM115
+        # Unbuffered: what does not reach the system is ours to keep.
+        self._file = open(path, mode, buffering=0)  # noqa: SIM115
+        self._backlog = _Backlog(str(path), self._write_whole)
         # A new name is on disk only once its directory is.
         directory = os.open(path.parent, os.O_RDONLY)
-        os.fsync(directory)
-        os.close(directory)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
 
     def flush(self) -> None:
-        self._file.flush()
+        self._backlog.clear()
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -104,8 +138,20 @@ class _FileWriter(MetricWriter):
                 self._file.close()
 
     def _append(self, piece: bytes) -> None:
-        self._file.write(piece)
-        self._file.flush()
+        self._backlog.add(piece)
+
+    def _write_whole(self, piece: bytes) -> None:
+        file = self._file.fileno()
+        before = os.fstat(file).st_size
+        try:
+            left = memoryview(piece)
+            while left:
+                left = left[os.write(file, left) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(file, before)  # A reader never meets half a piece.
+                os.lseek(file, before, os.SEEK_SET)
+            raise
 
 
 class JsonLines(_FileWriter):
@@ -122,7 +168,7 @@ class JsonLines(_FileWriter):
         new one.
 
     Raises:
-      OSError: if the file cannot be read or written; so does `write`.
+      OSError: if the file cannot be read or written.
     """
 
     def __init__(self, path: str | os.PathLike[str], resume_step: int | None = None):
@@ -147,7 +193,7 @@ def _finite(value: float) -> float | None:
 
 
 def _keep_lines(path: pathlib.Path, last_step: int) -> None:
-    """Rewrites the file with its lines up to `last_step` only."""
+    """Leaves only its lines up to `last_step` in the file, which becomes another if it changes."""
 
     def good(line: bytes) -> bool:
         try:
@@ -156,13 +202,25 @@ def _keep_lines(path: pathlib.Path, last_step: int) -> None:
             return False
         return isinstance(step, int) and step <= last_step
 
-    temporary = path.with_name(path.name + ".tmp")
-    with open(path, "rb") as old, open(temporary, "wb") as new:
-        # A whole object whose line end alone was lost is kept: its step will not come again.
-        new.writelines(line.rstrip(b"\n") + b"\n" for line in old if good(line))
-        new.flush()
-        os.fsync(new.fileno())
-    os.replace(temporary, path)
+    old = path.read_bytes()
+    # A whole object whose line end alone was lost is kept: its step will not come again.
+    new = b"".join(line.rstrip(b"\n") + b"\n" for line in io.BytesIO(old) if good(line))
+    # Else it stays the file that another process may be appending to.
+    if new != old:
+        _replace(path, new)
+
+
+def _replace(path: pathlib.Path, content: bytes) -> None:
+    """Makes `content` what is in the file; a crash or a full disk leaves the old one whole."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 class MediaFiles(MetricWriter):
@@ -170,24 +228,29 @@ class MediaFiles(MetricWriter):
 
     def __init__(self, directory: str | os.PathLike[str]):
         self._directory = pathlib.Path(directory)
+        self._backlog = _Backlog(str(directory), self._write_file)
 
     def write(self, step: int, split: str, scalars: Mapping[str, float]) -> None:
         pass  # Scalars go elsewhere.
 
+    def write_media(self, step: int, split: str, media: Mapping[str, Media]) -> None:
+        for name, value in media.items():
+            stem = f"{split}-{name}-{step}".replace("/", "-")
+            if isinstance(value, str):
+                self._backlog.add((f"{stem}.txt", value.encode()))
+            else:
+                self._backlog.add((f"{stem}.png", pictures.encode(value)))
+
     def flush(self) -> None:
-        pass  # Each file is written whole.
+        self._backlog.clear()
 
     def close(self) -> None:
-        pass
+        self.flush()
 
-    def write_media(self, step: int, split: str, media: Mapping[str, Media]) -> None:
+    def _write_file(self, file: tuple[str, bytes]) -> None:
+        name, content = file
         self._directory.mkdir(parents=True, exist_ok=True)
-        for name, value in media.items():
-            path = self._directory / f"{split}-{name}-{step}".replace("/", "-")
-            if isinstance(value, str):
-                path.with_name(f"{path.name}.txt").write_text(value)
-            else:
-                path.with_name(f"{path.name}.png").write_bytes(pictures.encode(value))
+        _replace(self._directory / name, content)
 
 
 class TensorBoard(_FileWriter):
@@ -203,7 +266,7 @@ class TensorBoard(_FileWriter):
         a fresh run: it forgets all.
 
     Raises:
-      OSError: if the directory or the file cannot be written; so does `write`.
+      OSError: if the directory or the file cannot be written.
     """
 
     def __init__(self, directory: str | os.PathLike[str], resume_step: int | None = None):

@@ -13,23 +13,24 @@ MODULES = sorted(path.stem for path in PACKAGE.glob("*.py"))
 # From the top down: a module imports only from layers below its own. `__init__` names all.
 LAYERS = [
     {"main", "inspect"},
-    {"loop"},
-    {"evaluation"},
+    {"follow", "loop"},
+    {"evaluation", "saving"},
     {"start"},
     {"programs"},
     {"eval_feed", "experiment", "feed"},
     {"updates"},
     {"devices", "checkpoint", "hooks"},
+    {"checkpoint_store"},
     {"collectives", "checkpoint_folder", "data", "pipeline", "precision"},
     {"leaves", "positions", "metrics", "command_line", "config_file"},
     {"augment", "config", "optimizers", "readers", "train_state", "workdir", "writers"},
     {"console", "nonfinite", "pictures", "prefetch", "pixels", "schedules", "sources"},
-    {"errors", "signals"},
+    {"errors", "os_errors", "signals"},
 ]
 
 # Who may import a library, where it is not everyone.
 DOORS = {
-    "orbax": {"checkpoint"},
+    "orbax": {"checkpoint_store"},
     "tensorboardX": {"writers"},
     "rich": {"console", "inspect"},
     "PIL": {"sources"},
