@@ -41,7 +41,11 @@ class MetricWriter(Protocol):
         return
 
     def flush(self) -> None:
-        """Returns when all that was written is on disk; OSError if it cannot be."""
+        """Hands all that was written to the system; raises OSError if it does not take it."""
+
+    def sync(self) -> None:
+        """Returns when all that was flushed is on disk; another thread may call it."""
+        return
 
     def close(self) -> None:
         """Flushes and frees, also if flushing raises; closing twice is fine."""
@@ -65,6 +69,9 @@ class Writers:
 
     def flush(self) -> None:
         self._each(lambda writer: writer.flush())
+
+    def sync(self) -> None:
+        self._each(lambda writer: writer.sync())
 
     def close(self) -> None:
         self._each(lambda writer: writer.close())
@@ -128,12 +135,15 @@ class _FileWriter(MetricWriter):
 
     def flush(self) -> None:
         self._backlog.clear()
+
+    def sync(self) -> None:
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
         if not self._file.closed:
             try:
                 self.flush()
+                self.sync()
             finally:
                 self._file.close()
 
@@ -158,7 +168,7 @@ class JsonLines(_FileWriter):
     """One JSON object a line: `{"step": 50, "split": "train", "loss": 0.25}`.
 
     Non-finite numbers are `null`. A line is handed to the operating system as it is written, so
-    that it outlives the process; `flush` makes it outlive the machine.
+    that it outlives the process; `sync` makes it outlive the machine.
 
     Args:
       path: the file; its directory exists.
@@ -258,7 +268,7 @@ class TensorBoard(_FileWriter):
 
     Each start writes a file of its own, which tells TensorBoard to forget what earlier files hold
     of the steps that come again. All scalars of a call travel in one event. Like `JsonLines`, it
-    loses nothing with the process, and after `flush` nothing with the machine.
+    loses nothing with the process, and after `sync` nothing with the machine.
 
     Args:
       directory: made if missing.

@@ -19,7 +19,7 @@ LAYERS = [
     {"programs"},
     {"eval_feed", "experiment", "feed"},
     {"updates"},
-    {"devices", "checkpoint", "hooks"},
+    {"devices", "checkpoint", "hooks", "staging"},
     {"checkpoint_store"},
     {"collectives", "checkpoint_folder", "data", "pipeline", "precision"},
     {"leaves", "positions", "metrics", "command_line", "config_file"},
