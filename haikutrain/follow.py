@@ -132,6 +132,7 @@ class _Follower:
         assert self._writer is not None
         try:
             self._writer.flush()
+            self._writer.sync()
         except OSError:
             return False  # The writer has said so.
         return True

@@ -8,9 +8,10 @@ from typing import Any
 
 from absl import logging
 
-from haikutrain import devices, evaluation, writers
+from haikutrain import devices, evaluation, leaves, nonfinite, signals, writers
 from haikutrain.checkpoint import Checkpointer
 from haikutrain.console import Console
+from haikutrain.errors import Stopped
 from haikutrain.evaluation import Evaluations
 from haikutrain.experiment import Experiment
 from haikutrain.hooks import Hook, Log, StepInfo, every
@@ -40,6 +41,8 @@ def train(
       ReplicasDiffer: an update gave different values on different devices.
       CheckpointDamaged: there are checkpoints, and not one is good.
       SavesFailed: the last save failed, or `config.max_failed_saves` in a row did.
+      NonFinite: a loss or gradient was not finite; see `config.on_nonfinite`.
+      Stopped: a signal that `haikutrain.main` catches; the last step's state is saved.
     """
     task = Task(experiment)
     folder = Workdir(workdir)
@@ -147,7 +150,7 @@ class _Run:
         self._task = task
         self._position = start.position
         self._evaluations: tuple[Evaluations, int | None] = {}, None
-        self._window = Window(task.programs.metric_names, start.zeros)
+        self._window = Window(task.programs.metric_names, start.zeros, _judge(task, start))
         if start.window is not None:
             self._window.sums, self._window.count = start.window
         self._writer, self._progress = _open_writers(task, folder, start.step)
@@ -171,9 +174,12 @@ class _Run:
         ahead = devices.RunAhead()
         hooks = self._hooks(start.stop)
         plan = _plan(step, start.stop, self._task.config.steps_per_call)
-        info = None
+        info = stopped_by = None
         with self._task.feed.items(plan, start.position) as items:
             for item in items:
+                stopped_by = signals.received()
+                if stopped_by is not None:
+                    break
                 state, window.sums = self._task.programs.update(state, window.sums, item)
                 window.count += item.steps
                 step += item.steps
@@ -186,6 +192,12 @@ class _Run:
                     break
         if info is not None:
             self._finish(info)
+        if stopped_by is not None:
+            done = "that is saved" if info is not None else "before its first step: nothing is new"
+            raise Stopped(
+                f"stopped by {stopped_by} at step {step} of {start.stop}, {done}; the same command "
+                "goes on"
+            )
         return state
 
     def _info(self, step: int, steps: int, state: TrainState) -> StepInfo:
@@ -229,7 +241,8 @@ class _Run:
                 raise
         # A save out of turn is not judged: the log must be that of the uninterrupted run.
         in_turn = ended is not None or info.crossed(self._task.config.checkpoint_every)
-        self._save(info, ended=ended, judged=in_turn)
+        if self._saves.last != info.step:
+            self._save(info, ended=ended, judged=in_turn)
         self._saves.finish()
         if ended is not None:
             logging.info("the run has ended at step %d: %s", info.step, ended)
@@ -250,6 +263,12 @@ class _Run:
         self._saves.save(info, self._position, ended=ended, judged=judged)
 
 
+def _judge(task: Task, start: Start) -> nonfinite.Judge:
+    names = list(leaves.by_path(task.programs.state.params))
+    config = task.config
+    return nonfinite.Judge(config.on_nonfinite, config.max_skipped, names, start.skipped_before)
+
+
 def _plan(step: int, stop: int, stride: int) -> Iterator[tuple[int, int]]:
     """(first step, steps) of each call: from multiples of `stride` as many steps, else single."""
     while step < stop:
@@ -263,7 +282,7 @@ def _open_writers(task: Task, folder: Workdir, step: int) -> tuple[writers.Metri
         return writers.Writers([]), lambda step: None
     console = Console(task.config.num_steps)
     with folder.writing():
-        files = [
+        files: list[writers.MetricWriter] = [
             writers.JsonLines(folder.metrics, resume_step=step),
             writers.TensorBoard(folder.tensorboard, resume_step=step),
             writers.MediaFiles(folder.media),

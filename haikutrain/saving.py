@@ -1,16 +1,20 @@
 """Saving a run: what a checkpoint consists of, how it is judged, and what to do when it fails."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 from absl import logging
 
 from haikutrain import devices, os_errors
 from haikutrain.checkpoint import Checkpointer
 from haikutrain.checkpoint_folder import list_steps
-from haikutrain.errors import SavesFailed
+from haikutrain.errors import NonFinite, SavesFailed
 from haikutrain.hooks import Log, StepInfo
+from haikutrain.leaves import Keys
 from haikutrain.metrics import Window
+from haikutrain.staging import Staging
 from haikutrain.start import Task
 from haikutrain.writers import MetricWriter
 
@@ -24,6 +28,9 @@ class Saves:
 
     The log is on disk up to a step before that step's checkpoint is: a run that resumes from it
     never writes those lines again. So a log that cannot be written is a save that fails.
+
+    Attributes:
+      last: the step of the last save, under way or done; None if there was none, or it failed.
 
     Args:
       task: the run's.
@@ -49,6 +56,8 @@ class Saves:
         self._window = window
         self._writer = writer
         self._evaluate = evaluate
+        self._staging = Staging()
+        self.last: int | None = None
         self._under_way: int | None = None
         self._failed: Exception | None = None
         self._failures = 0
@@ -86,21 +95,23 @@ class Saves:
                 self._writer.flush()
                 self._checkpointer.save(
                     info.step,
-                    devices.snapshot(info.state),
+                    self._staging.copy(info.state),
                     meta=meta,
                     data=position,
                     metrics=metrics,
+                    before=functools.partial(self._before, info.step),
                 )
             except OSError as error:
                 self._fail(info.step, error)
             else:
-                self._under_way = info.step
+                self._under_way = self.last = info.step
 
     def poll(self) -> None:
         """Reports a save that has failed since the last call. Meant to be called every step.
 
         Raises:
           SavesFailed: `config.max_failed_saves` in a row have failed.
+          NonFinite: params are not finite.
         """
         if self._under_way is not None and self._checkpointer.is_idle():
             self._settle()
@@ -118,8 +129,22 @@ class Saves:
         """Waits for the save under way; raises nothing: a failure is reported only."""
         try:
             self._settle()
-        except SavesFailed as error:
+        except (SavesFailed, NonFinite) as error:
             logging.error("%s", error)
+
+    def _before(self, step: int, arrays: Mapping[Keys, np.ndarray]) -> None:
+        """What a commit waits for; in the checkpointer's thread."""
+        self._writer.sync()
+        bad = [
+            "/".join(keys)
+            for keys, array in arrays.items()
+            if keys[0] == "params" and not _is_finite(array)
+        ]
+        if bad:
+            raise NonFinite(
+                f"step {step}: these are not finite: {', '.join(bad[:5])}; nothing of it was "
+                "saved, the newest checkpoint is from before"
+            )
 
     def _settle(self) -> None:
         """Waits for the save under way and counts it."""
@@ -127,6 +152,9 @@ class Saves:
             return
         try:
             self._checkpointer.wait()
+        except NonFinite:
+            self._under_way = None
+            raise
         except Exception as error:
             step, self._under_way = self._under_way, None
             self._fail(step, error)
@@ -135,7 +163,7 @@ class Saves:
             self._failures = 0
 
     def _fail(self, step: int, error: Exception) -> None:
-        self._failed = error
+        self._failed, self.last = error, None
         self._failures += 1
         reason, limit = os_errors.reason(error), self._task.config.max_failed_saves
         logging.error(
@@ -156,6 +184,11 @@ class Saves:
         steps = list_steps(self._checkpointer.directory)
         left = f"the newest is of step {steps[-1]}" if steps else "there is no checkpoint"
         return f"{left}; make {self._checkpointer.directory} writable and start again"
+
+
+def _is_finite(array: np.ndarray) -> bool:
+    # Either of them is NaN if any element is; and nothing of the array's size is made.
+    return not array.size or bool(np.isfinite(array.min()) and np.isfinite(array.max()))
 
 
 def _metrics(info: StepInfo) -> Mapping[str, float]:

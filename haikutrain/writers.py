@@ -6,8 +6,6 @@ each step of each split stands in them once, whatever was killed and resumed. Wh
 refuses they keep in memory and try to write again; only `flush` and `close` raise for it.
 """
 
-import collections
-import contextlib
 import io
 import json
 import math
@@ -21,10 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
-from absl import logging
 
 from haikutrain import pictures
 from haikutrain.errors import UsageError
+from haikutrain.growing_file import Backlog, GrowingFile, replace_file
 
 Media = np.ndarray | str
 """A picture or a text."""
@@ -41,7 +39,11 @@ class MetricWriter(Protocol):
         return
 
     def flush(self) -> None:
-        """Returns when all that was written is on disk; OSError if it cannot be."""
+        """Hands all that was written to the system; raises OSError if it does not take it."""
+
+    def sync(self) -> None:
+        """Returns when all that was flushed is on disk; another thread may call it."""
+        return
 
     def close(self) -> None:
         """Flushes and frees, also if flushing raises; closing twice is fine."""
@@ -66,6 +68,9 @@ class Writers:
     def flush(self) -> None:
         self._each(lambda writer: writer.flush())
 
+    def sync(self) -> None:
+        self._each(lambda writer: writer.sync())
+
     def close(self) -> None:
         self._each(lambda writer: writer.close())
 
@@ -83,101 +88,11 @@ class Writers:
             raise first
 
 
-class _Backlog:
-    """Pieces of work in order: what fails with an OSError stays, and is tried again."""
-
-    def __init__(self, name: str, do: Callable[[Any], None]):
-        self._name = name
-        self._do = do
-        self._waiting: collections.deque[Any] = collections.deque()
-
-    def add(self, piece: Any) -> None:
-        """Does it now, or says once that it cannot be done and keeps it."""
-        behind = bool(self._waiting)
-        self._waiting.append(piece)
-        try:
-            self.clear()
-        except OSError as error:
-            if not behind:
-                logging.warning(
-                    "%s cannot be written: %s; kept in memory, to be tried again",
-                    self._name,
-                    error.strerror,
-                )
-
-    def put_back(self, pieces: Sequence[Any]) -> None:
-        """Takes pieces that were done and are undone, when there are no others."""
-        self._waiting.extend(pieces)
-
-    def clear(self) -> None:
-        """Does all that is left; raises the OSError of what cannot be done."""
-        while self._waiting:
-            self._do(self._waiting[0])
-            self._waiting.popleft()
-
-
-class _FileWriter(MetricWriter):
-    """A file that grows by whole pieces, one at a time and in order."""
-
-    def __init__(self, path: pathlib.Path, mode: str):
-        # Unbuffered: what does not reach the system is ours to keep.
-        self._file = open(path, mode, buffering=0)  # noqa: SIM115
-        self._backlog = _Backlog(str(path), self._write_whole)
-        # A network file system may tell at `fsync` only that what was written is lost.
-        self._safe_size = os.fstat(self._file.fileno()).st_size
-        self._since: list[bytes] = []
-        # A new name is on disk only once its directory is.
-        directory = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
-
-    def flush(self) -> None:
-        self._backlog.clear()
-        try:
-            os.fsync(self._file.fileno())
-        except OSError:
-            self._cut(self._safe_size)
-            self._backlog.put_back(self._since)
-            self._since = []
-            raise
-        self._safe_size = os.fstat(self._file.fileno()).st_size
-        self._since = []
-
-    def close(self) -> None:
-        if not self._file.closed:
-            try:
-                self.flush()
-            finally:
-                self._file.close()
-
-    def _append(self, piece: bytes) -> None:
-        self._backlog.add(piece)
-
-    def _write_whole(self, piece: bytes) -> None:
-        file = self._file.fileno()
-        before = os.fstat(file).st_size
-        try:
-            left = memoryview(piece)
-            while left:
-                left = left[os.write(file, left) :]
-        except OSError:
-            self._cut(before)  # A reader never meets half a piece.
-            raise
-        self._since.append(piece)
-
-    def _cut(self, size: int) -> None:
-        with contextlib.suppress(OSError):
-            os.ftruncate(self._file.fileno(), size)
-            os.lseek(self._file.fileno(), size, os.SEEK_SET)
-
-
-class JsonLines(_FileWriter):
+class JsonLines(GrowingFile, MetricWriter):
     """One JSON object a line: `{"step": 50, "split": "train", "loss": 0.25}`.
 
     Non-finite numbers are `null`. A line is handed to the operating system as it is written, so
-    that it outlives the process; `flush` makes it outlive the machine.
+    that it outlives the process; `sync` makes it outlive the machine.
 
     Args:
       path: the file; its directory exists.
@@ -202,7 +117,7 @@ class JsonLines(_FileWriter):
             raise UsageError(f"metric {name!r}: the log itself needs that name; choose another")
         line: dict[str, Any] = {"step": step, "split": split}
         line.update((name, _finite(value)) for name, value in scalars.items())
-        self._append(json.dumps(line, allow_nan=False).encode() + b"\n")
+        self.append(json.dumps(line, allow_nan=False).encode() + b"\n")
 
 
 def _finite(value: float) -> float | None:
@@ -226,20 +141,7 @@ def _keep_lines(path: pathlib.Path, last_step: int) -> None:
     new = b"".join(line.rstrip(b"\n") + b"\n" for line in io.BytesIO(old) if good(line))
     # Else it stays the file that another process may be appending to.
     if new != old:
-        _replace(path, new)
-
-
-def _replace(path: pathlib.Path, content: bytes) -> None:
-    """Makes `content` what is in the file; a crash or a full disk leaves the old one whole."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        replace_file(path, new)
 
 
 class MediaFiles(MetricWriter):
@@ -247,7 +149,7 @@ class MediaFiles(MetricWriter):
 
     def __init__(self, directory: str | os.PathLike[str]):
         self._directory = pathlib.Path(directory)
-        self._backlog = _Backlog(str(directory), self._write_file)
+        self._backlog = Backlog(str(directory), self._write_file)
 
     def write(self, step: int, split: str, scalars: Mapping[str, float]) -> None:
         pass  # Scalars go elsewhere.
@@ -269,15 +171,15 @@ class MediaFiles(MetricWriter):
     def _write_file(self, file: tuple[str, bytes]) -> None:
         name, content = file
         self._directory.mkdir(parents=True, exist_ok=True)
-        _replace(self._directory / name, content)
+        replace_file(self._directory / name, content)
 
 
-class TensorBoard(_FileWriter):
+class TensorBoard(GrowingFile, MetricWriter):
     """TensorBoard event files; scalars are called `split/name`.
 
     Each start writes a file of its own, which tells TensorBoard to forget what earlier files hold
     of the steps that come again. All scalars of a call travel in one event. Like `JsonLines`, it
-    loses nothing with the process, and after `flush` nothing with the machine.
+    loses nothing with the process, and after `sync` nothing with the machine.
 
     Args:
       directory: made if missing.
@@ -330,7 +232,7 @@ class TensorBoard(_FileWriter):
         # TFRecord: the length, its checksum, the bytes, their checksum.
         length = struct.pack("<Q", len(event))
         crc, event_crc = (struct.pack("<I", self._crc(part)) for part in (length, event))
-        self._append(length + crc + event + event_crc)
+        self.append(length + crc + event + event_crc)
 
 
 def _next_event_file(directory: pathlib.Path) -> pathlib.Path:

@@ -19,13 +19,13 @@ LAYERS = [
     {"programs"},
     {"eval_feed", "experiment", "feed"},
     {"updates"},
-    {"devices", "checkpoint", "hooks"},
+    {"devices", "checkpoint", "hooks", "staging"},
     {"checkpoint_store"},
     {"collectives", "checkpoint_folder", "data", "pipeline", "precision"},
     {"leaves", "positions", "metrics", "command_line", "config_file"},
     {"augment", "config", "optimizers", "readers", "train_state", "workdir", "writers"},
-    {"console", "pictures", "prefetch", "pixels", "schedules", "sources"},
-    {"errors", "os_errors", "signals"},
+    {"console", "nonfinite", "pictures", "prefetch", "pixels", "schedules", "sources"},
+    {"errors", "growing_file", "os_errors", "signals"},
 ]
 
 # Who may import a library, where it is not everyone.

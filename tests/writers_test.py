@@ -173,29 +173,37 @@ def test_what_a_full_disk_refuses_is_kept_and_nothing_is_half_written(
 
 
 @pytest.mark.parametrize("kind", ["JsonLines", "TensorBoard"])
-def test_what_is_lost_at_the_sync_is_written_again(tmp_path, kind, monkeypatch):
+def test_what_is_lost_at_the_sync_is_written_again(tmp_path, kind, monkeypatch, limit):
     writer = getattr(writers, kind)(tmp_path / "log")
     write_steps(writer, 1, 3)
     writer.flush()
+    writer.sync()
     size = os.fstat(writer._file.fileno()).st_size
     write_steps(writer, 4, 6)
 
     def fsync(file):  # As on a network file system that is full.
+        if not meanwhile:
+            meanwhile.append(7)
+            limit(os.fstat(file).st_size)
+            write_steps(writer, 7, 7)  # The loop writes on, and is refused.
+            limit()
         os.ftruncate(file, size + 5)
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
+    meanwhile = []
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fsync)
         for _ in range(2):
             with pytest.raises(OSError, match="Disk quota exceeded"):
-                writer.flush()
-        write_steps(writer, 7, 7)
+                writer.sync()
+            writer.flush()
+        write_steps(writer, 8, 8)
     writer.close()
     if kind == "JsonLines":
         steps = [line["step"] for line in read_lines(tmp_path / "log")]
     else:
         steps = [step for step, _ in read_events(tmp_path / "log")["train/loss"]]
-    assert steps == list(range(1, 8))
+    assert steps == list(range(1, 9))
 
 
 def test_pictures_and_texts_that_a_full_disk_refuses_are_written_later(tmp_path, limit):
