@@ -4,10 +4,11 @@
     python benchmarks/loop.py --case mlp --devices 4 --against hand stacked
 
 About an hour in all. The framework logs every 50 steps to the console, `metrics.jsonl` and
-TensorBoard, judges each step's loss, shows its progress and, with one step a call, saves every 500. The others
-are those of `benchmarks/peers`; `stacked` and `flax` save as often. All sides run in one process, in chunks in turn; each case in a process
-of its own, for the number of simulated devices. First each side takes some steps from one state,
-and must come to the same state.
+TensorBoard, judges each step's loss, shows its progress and, with one step a call, saves every 500
+steps. The others are those of `benchmarks/peers`; of them `stacked` and `flax` log and save as
+often. All sides run in one process, in chunks in turn; each case in a process of its own, for the
+number of simulated devices. First each side takes some steps from one state, and must come to the
+same state.
 """
 
 import argparse

@@ -71,7 +71,7 @@ class Programs:
         if precision.policy(task.config.precision) is not None:
             precision.check_network_state(self.state.network_state)
         self.skips: bool = task.config.on_nonfinite == "skip"
-        self._updates: dict[int, devices.Program] = {}
+        self._updates: dict[tuple[int, int], devices.Program] = {}
         self._evaluates: dict[Any, tuple[devices.Program, dict[str, Any]]] = {}
 
     # --- init ---
@@ -158,10 +158,11 @@ class Programs:
 
     def update(self, state: TrainState, sums: jax.Array, item: TrainItem) -> tuple[Any, jax.Array]:
         """Takes the item's steps; `state` is donated. Returns the state and the window's sums."""
-        return self._update_program(item.steps)(state, sums, item.batch)
+        return self._update_program(item.steps, item.group)(state, sums, item.placed)
 
-    def _update_program(self, steps: int) -> devices.Program:
-        if steps not in self._updates:
+    def _update_program(self, steps: int, group: int = 1) -> devices.Program:
+        """Takes `steps` batches, or of a `group` of them the step's own."""
+        if (steps, group) not in self._updates:
 
             def one(carry: Any, batch: Any) -> tuple[Any, None]:
                 state, values, found = self._step(carry[0], batch)
@@ -169,19 +170,25 @@ class Programs:
                 return (state, sums), None
 
             def function(state: Any, sums: Any, batch: Any) -> Any:
+                if group > 1:
+                    own = lax.rem(state.step, jnp.int32(group))
+                    batch = jax.tree.map(
+                        lambda x: lax.dynamic_index_in_dim(x, own, 0, False), batch
+                    )
                 if steps == 1:
                     return one((state, sums), batch)[0]
                 return devices.scan(one, (state, sums), batch, steps)[0]
 
             sums = metrics.empty_window(self.metric_names)
-            batch = self._first if steps == 1 else _stacked_shapes(self._first, steps)
-            self._updates[steps] = devices.Program(
+            stacked = steps * group  # One of the two is 1.
+            batch = self._first if stacked == 1 else _stacked_shapes(self._first, stacked)
+            self._updates[steps, group] = devices.Program(
                 function,
                 (self.state, sums, batch),
-                in_axes=(None, None, int(steps > 1)),
+                in_axes=(None, None, int(stacked > 1)),
                 donate=(0,),
             )
-        return self._updates[steps]
+        return self._updates[steps, group]
 
     # --- evaluate ---
 
