@@ -149,9 +149,15 @@ class TrainFeed:
             pulled = (self._place(*pair) for pair in self._by_iterator(plan))
             yield stack.enter_context(contextlib.closing(Prefetch(pulled)))
 
-    def _gathered(self, plan: Iterable[tuple[int, int]]) -> Iterator[TrainItem]:
+    def group(self, steps: int) -> int:
+        """The `TrainItem.group` of items of so many steps."""
+        if steps > 1 or not can_stack(self._dataset):
+            return 1
         size = sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(self.first))
-        group = max(1, min(_GROUP, _GROUP_BYTES // max(size, 1)))
+        return max(1, min(_GROUP, _GROUP_BYTES // max(size, 1)))
+
+    def _gathered(self, plan: Iterable[tuple[int, int]]) -> Iterator[TrainItem]:
+        group = self.group(steps=1)
         number, placed = None, None
         for first, count in plan:
             if count > 1:

@@ -11,6 +11,7 @@ from typing import Any
 import haiku as hk
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from haikutrain import (
@@ -61,7 +62,7 @@ class Programs:
         self._task = task
         self._owner = type(task).__name__
         # In this order for ever: a new consumer of keys takes its key last.
-        self._keys = devices.place(hk.PRNGSequence(task.config.seed).take(3))
+        self._keys = devices.place(_first_keys(np.uint32(task.config.seed)))
         self._first = devices.place_batch(first_batch)
         init_key, train_key, _ = self._keys
         self._init = devices.Program(
@@ -86,6 +87,10 @@ class Programs:
             )
         state = self.with_fresh_extras(state).replace(step=jnp.int32(0), rng=train_key)
         return collectives.broadcast(jax.tree.map(_strong, state))
+
+    def compile_ahead(self, steps: int, group: int) -> None:
+        """Begins to compile the update of such items, beside what the caller does meanwhile."""
+        self._update_program(steps, group).compile_ahead()
 
     def init(self) -> TrainState:
         """The state at step 0, on the devices; compiles."""
@@ -276,6 +281,12 @@ def _kept(old: TrainState, new: TrainState, bad: jax.Array) -> TrainState:
     if "loss_scale" in extras:
         extras = {**extras, "loss_scale": new.extras["loss_scale"]}
     return kept.replace(step=new.step, rng=new.rng, extras=extras)
+
+
+@jax.jit
+def _first_keys(seed: jax.Array) -> tuple[jax.Array, ...]:
+    # As one program, for each of its parts compiles longer than all of them in one.
+    return hk.PRNGSequence(jax.random.PRNGKey(seed)).take(3)
 
 
 def _strong(leaf: Any) -> jax.Array:
