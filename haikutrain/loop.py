@@ -155,6 +155,7 @@ class _Run:
             self._window.sums, self._window.count = start.window
         self._writer, self._progress = _open_writers(task, folder, start.step)
         config = task.config
+        self._num_steps = config.num_steps  # A ConfigDict takes microseconds, at every step.
         self._log = Log(self._window, config.log_every, config.batch_size, self._write_train)
         self._saves = Saves(
             task, checkpointer, self._log, self._window, self._writer, self._evaluate
@@ -205,7 +206,7 @@ class _Run:
         return StepInfo(
             step=step,
             steps=steps,
-            num_steps=self._task.config.num_steps,
+            num_steps=self._num_steps,
             state=state,
             evaluations=evaluations,
             evaluations_step=evaluations_step,

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 from absl import logging
 
+from haikutrain import compiled, devices, leaves, metrics, precision
 from haikutrain import config as configs
-from haikutrain import devices, leaves, metrics, precision
 from haikutrain.checkpoint import Checkpointer, encode, find_checkpoint
 from haikutrain.errors import CheckpointMissing, UsageError
 from haikutrain.eval_feed import EvalFeed
@@ -42,8 +42,7 @@ class Task:
         config = experiment.config
         configs.validate(config, device_count=devices.device_count())
         precision.policy(config.precision)
-        if config.compilation_cache is not None:
-            devices.cache_compilations(config.compilation_cache)
+        compiled.keep(config.compilation_cache)
         self.experiment = experiment
         self.config = config
         self.config_json = configs.to_json(config)
@@ -180,6 +179,9 @@ def restore_or_init(task: Task, checkpointer: Checkpointer) -> Start:
     if task.config.restore_from is not None:
         return _restored_from(task, task.config.restore_from)
     logging.info("starting a new run of %d steps", task.config.num_steps)
+    # While init compiles; after a restore there is nothing else to compile.
+    steps = task.config.steps_per_call
+    task.programs.compile_ahead(steps, task.feed.group(steps))
     return _start(task, task.programs.init(), 0)
 
 

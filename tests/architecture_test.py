@@ -23,7 +23,7 @@ LAYERS = [
     {"checkpoint_store"},
     {"collectives", "checkpoint_folder", "data", "pipeline", "precision"},
     {"leaves", "positions", "metrics", "command_line", "config_file"},
-    {"augment", "config", "optimizers", "readers", "train_state", "workdir", "writers"},
+    {"augment", "compiled", "config", "optimizers", "readers", "train_state", "workdir", "writers"},
     {"console", "nonfinite", "pictures", "prefetch", "pixels", "schedules", "sources"},
     {"errors", "growing_file", "os_errors", "signals"},
 ]
