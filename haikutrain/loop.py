@@ -8,13 +8,15 @@ from typing import Any
 
 from absl import logging
 
-from haikutrain import devices, evaluation, writers
+from haikutrain import devices, evaluation, processes, writers
 from haikutrain.checkpoint import Checkpointer
 from haikutrain.console import Console
+from haikutrain.errors import Stopped
 from haikutrain.evaluation import Evaluations
 from haikutrain.experiment import Experiment
 from haikutrain.hooks import Hook, Log, StepInfo, every
 from haikutrain.metrics import Window
+from haikutrain.shared_reading import together
 from haikutrain.start import Start, Task, choose_step, restore_or_init
 from haikutrain.train_state import TrainState
 from haikutrain.workdir import Workdir, check_file, write_rows
@@ -40,16 +42,18 @@ def train(
     """
     task = Task(experiment)
     folder = Workdir(workdir)
-    folder.check_owner(task.name)
-    folder.check_writable()
+    if devices.is_main_process():
+        folder.check_owner(task.name)
+        folder.check_writable()
     task.check_update()
     with (
         contextlib.closing(folder),
         contextlib.closing(_checkpointer(task, folder)) as checkpointer,
+        processes.committing(checkpointer.wait),
     ):
         if devices.is_main_process():
             folder.lock()
-        start = restore_or_init(task, checkpointer)
+        start = restore_or_init(task, together(checkpointer))
         if start.ended is not None:
             logging.info("%s %s", folder.path, start.ended)
             return start.state
@@ -84,8 +88,10 @@ def evaluate(
     task = Task(experiment)
     if predictions is not None:
         task.check_rows()
-        check_file(predictions)
-    Workdir(workdir).check_writable()
+    if devices.is_main_process():
+        if predictions is not None:
+            check_file(predictions)
+        Workdir(workdir).check_writable()
     state = _restored(task, workdir, checkpoint)
     results = evaluation.evaluate_splits(task, state)
     if devices.is_main_process():
@@ -117,8 +123,10 @@ def how_it_ended(workdir: str | os.PathLike[str]) -> str | None:
 
 def _restored(task: Task, workdir: str | os.PathLike[str], checkpoint: str | int) -> TrainState:
     folder = Workdir(workdir)
-    folder.check_owner(task.name)
-    with contextlib.closing(_checkpointer(task, folder, read_only=True)) as checkpointer:
+    if devices.is_main_process():
+        folder.check_owner(task.name)
+    with contextlib.closing(_checkpointer(task, folder, read_only=True)) as own:
+        checkpointer = together(own)
         step = choose_step(checkpointer, checkpoint)
         logging.info("reading checkpoint %d of %s", step, folder.path)
         return devices.place(checkpointer.restore(step, task.programs.state).state)
@@ -161,10 +169,13 @@ class _Run:
         state, step, window = start.state, start.step, self._window
         ahead = devices.RunAhead()
         hooks = self._hooks(start.stop)
+        stopped = None
         plan = _plan(step, start.stop, self._task.config.steps_per_call)
         info = None
         with self._task.feed.items(plan, start.position) as items:
             for item in items:
+                if stopped := processes.stop_requested():
+                    break
                 state, window.sums = self._task.programs.update(state, window.sums, item)
                 window.count += item.steps
                 step += item.steps
@@ -177,6 +188,8 @@ class _Run:
                     break
         if info is not None:
             self._finish(info)
+        if stopped is not None:
+            raise Stopped(f"{stopped}: stopped at step {step}; start again to go on")
         return state
 
     def _info(self, step: int, steps: int, state: TrainState) -> StepInfo:
@@ -263,7 +276,7 @@ class _Run:
                 info.step,
                 devices.snapshot(info.state),
                 meta=self._task.meta(self._window.to_json(), ended),
-                data=self._position,
+                data=self._task.feed.gathered(self._position),
                 metrics=metrics,
             )
 

@@ -1,6 +1,7 @@
 """How a run begins: the experiment made ready, and its state restored or made."""
 
 import dataclasses
+import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -9,13 +10,14 @@ import numpy as np
 from absl import logging
 
 from haikutrain import config as configs
-from haikutrain import devices, leaves, precision
+from haikutrain import devices, leaves, precision, processes
 from haikutrain.checkpoint import Checkpointer, encode, find_checkpoint
 from haikutrain.errors import UsageError
 from haikutrain.eval_feed import EvalFeed
 from haikutrain.experiment import Experiment
 from haikutrain.feed import TrainFeed
 from haikutrain.programs import Programs
+from haikutrain.shared_reading import Reader, together
 from haikutrain.train_state import TrainState
 from haikutrain.workdir import experiment_name, same_experiment
 
@@ -52,6 +54,19 @@ class Task:
         for split, feed in self.eval_feeds.items():
             self.programs.check_exact(split, feed.shapes, padded=feed.padded)
         self.best_metric = self._best_metric()
+        self._fingerprints = self._agree()
+
+    def _agree(self) -> list[dict[str, Any]]:
+        """The fingerprints of the training data of all processes, which must do the same."""
+        fingerprint = self.feed.fingerprint()
+        same = {
+            "the experiment": self.name,
+            **{f"config.{name}": value for name, value in self.config_json.items()},
+            "the number of devices": jax.local_device_count(),
+            "eval_data's splits": list(self.eval_feeds),
+            "train_data's rows": [fingerprint["protocol"], fingerprint["row"]],
+        }
+        return processes.agree(same, fingerprint)
 
     @property
     def parameters(self) -> int:
@@ -111,7 +126,8 @@ class Task:
         return {
             "experiment": self.name,
             "config": self.config_json,
-            "data": self.feed.fingerprint(),
+            "data": self._fingerprints[0],
+            "data_of_others": self._fingerprints[1:],
             "window": window,
             "ended": ended,
             "devices": devices.device_count(),
@@ -162,7 +178,7 @@ class Start:
     """If there is nothing to do: why."""
 
 
-def restore_or_init(task: Task, checkpointer: Checkpointer) -> Start:
+def restore_or_init(task: Task, checkpointer: Reader) -> Start:
     """The newest checkpoint of the run's own, else `config.restore_from`, else a new state.
 
     Raises:
@@ -184,7 +200,7 @@ def _start(task: Task, state: TrainState, step: int) -> Start:
     return Start(state, step, stop, zeros)
 
 
-def _resumed(task: Task, checkpointer: Checkpointer, step: int) -> Start:
+def _resumed(task: Task, checkpointer: Reader, step: int) -> Start:
     meta = checkpointer.read_meta(step)
     changed = _check_same_run(task, meta)
     start = _restored(task, checkpointer, step)
@@ -196,10 +212,10 @@ def _resumed(task: Task, checkpointer: Checkpointer, step: int) -> Start:
     return start
 
 
-def _restored(task: Task, checkpointer: Checkpointer, step: int) -> Start:
+def _restored(task: Task, checkpointer: Reader, step: int) -> Start:
     restored = checkpointer.restore(step, task.programs.state)
     start = _start(task, devices.place(restored.state), step)
-    start.position = restored.data
+    start.position = task.feed.own(restored.data)
     window = restored.meta["window"]
     if window["names"] == task.programs.metric_names:
         sums = np.array(window["sums"], np.float32)
@@ -208,8 +224,9 @@ def _restored(task: Task, checkpointer: Checkpointer, step: int) -> Start:
 
 
 def _restored_from(task: Task, path: str) -> Start:
-    directory, step = find_checkpoint(path)
-    source = Checkpointer(directory, read_only=True)
+    found = processes.from_main("config.restore_from", lambda: _found(path))
+    directory, step = pathlib.Path(found[0]), found[1]
+    source = together(Checkpointer(directory, read_only=True))
     if step is None:
         step = choose_step(source, "latest")
     if task.config.restore_only == "all":
@@ -229,6 +246,11 @@ def _restored_from(task: Task, path: str) -> Start:
     return _start(task, devices.place(task.programs.with_fresh_extras(state)), 0)
 
 
+def _found(path: str) -> tuple[str, int | None]:
+    directory, step = find_checkpoint(path)
+    return str(directory), step
+
+
 def _check_warm(task: Task, state: TrainState) -> None:
     tables = (
         {path: leaves.describe(path, leaf) for path, leaf in leaves.by_path(tree).items()}
@@ -240,7 +262,7 @@ def _check_warm(task: Task, state: TrainState) -> None:
         )
 
 
-def choose_step(checkpointer: Checkpointer, checkpoint: str | int) -> int:
+def choose_step(checkpointer: Reader, checkpoint: str | int) -> int:
     """The step that "latest", "best" or a number names; raises UsageError if there is none."""
     steps = checkpointer.steps()
     if not steps:
@@ -272,7 +294,7 @@ def _check_same_run(task: Task, meta: Mapping[str, Any]) -> list[str]:
             "another --workdir, or take the weights alone (restore_from, restore_only='weights')"
         )
     changed = [f"config.{change}" for change in configs.check_same_run(meta["config"], task.config)]
-    before, now = meta["data"], task.feed.fingerprint()
+    before, now = _fingerprint(meta), task.feed.fingerprint()
     if now["protocol"] == "by step" and "workers" in now:  # They only work ahead.
         was, workers = before.get("workers"), now.pop("workers")
         if was != workers:
@@ -294,6 +316,13 @@ def _check_same_run(task: Task, meta: Mapping[str, Any]) -> list[str]:
             "(restore_from takes the weights along)"
         )
     return changed
+
+
+def _fingerprint(meta: Mapping[str, Any]) -> Mapping[str, Any]:
+    """That of this process's part of the data; where there was no such process, of the first's."""
+    others = meta.get("data_of_others", [])
+    own = processes.index()
+    return others[own - 1] if 0 < own <= len(others) else meta["data"]
 
 
 def _ended(task: Task, meta: Mapping[str, Any], start: Start) -> str | None:

@@ -1,0 +1,72 @@
+"""What processes say to each other over TCP: frames of JSON, and pipes for another protocol."""
+
+import asyncio
+import contextlib
+import json
+import socket
+from typing import Any
+
+Message = dict[str, Any]
+
+_LENGTH = 4
+_LONGEST = 1 << 28
+
+
+class Garbled(ValueError):
+    """What arrived is no frame of ours."""
+
+
+def frame(message: Message) -> bytes:
+    """The bytes of one message: their number, big-endian, and JSON."""
+    text = json.dumps(message).encode()
+    return len(text).to_bytes(_LENGTH, "big") + text
+
+
+async def read_frame(reader: asyncio.StreamReader) -> Message:
+    """The next message.
+
+    Raises:
+      EOFError: the other side has closed the connection.
+      Garbled: the other side speaks another language.
+    """
+    length = int.from_bytes(await reader.readexactly(_LENGTH), "big")
+    if length > _LONGEST:
+        raise Garbled(f"a frame of {length} bytes")
+    try:
+        message = json.loads(await reader.readexactly(length))
+    except ValueError as error:
+        raise Garbled("not JSON") from error
+    if not isinstance(message, dict):
+        raise Garbled("not an object")
+    return message
+
+
+async def pipe(
+    a: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+    b: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+) -> None:
+    """Passes bytes on in both directions, for as long as this process lives.
+
+    A side that ends is not closed on the other: who listens there must not take the end of a
+    connection for a reason to end as well.
+    """
+    await asyncio.gather(_pump(a[0], b[1]), _pump(b[0], a[1]))
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+
+
+def watch(writer: asyncio.StreamWriter) -> None:
+    """Lets the kernel end a connection within 40 s of the death of the machine behind it."""
+    own: socket.socket = writer.get_extra_info("socket")
+    own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_KEEPIDLE"):  # Linux.
+        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
+        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
+        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000)
