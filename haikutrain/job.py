@@ -52,6 +52,11 @@ class Failure:
     text: str
 
 
+def _reason(error: OSError) -> str:
+    # asyncio puts addresses into the text.
+    return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+
+
 class Job:
     """This process among those of its job.
 
@@ -127,7 +132,7 @@ class Job:
                 if time.monotonic() > patience:
                     raise UsageError(
                         f"process 0 cannot listen at --coordinator_address={self._address} "
-                        f"({os.strerror(error.errno or 0)}); give a free port of its machine"
+                        f"({_reason(error)}); give a free port of its machine"
                     ) from error
             time.sleep(0.2)
 
@@ -173,7 +178,7 @@ class Job:
             except EOFError:
                 self._trouble = "something there closes the connection"
             except OSError as error:
-                self._trouble = os.strerror(error.errno) if (error.errno or 0) > 0 else str(error)
+                self._trouble = _reason(error)
             except Garbled:
                 self._trouble = "something else listens there"
             self._waiting_for = None

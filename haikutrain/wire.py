@@ -41,16 +41,21 @@ async def read_frame(reader: asyncio.StreamReader) -> Message:
     return message
 
 
-async def pipe(
-    a: tuple[asyncio.StreamReader, asyncio.StreamWriter],
-    b: tuple[asyncio.StreamReader, asyncio.StreamWriter],
-) -> None:
-    """Passes bytes on in both directions, for as long as this process lives.
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
-    A side that ends is not closed on the other: who listens there must not take the end of a
-    connection for a reason to end as well.
+
+async def pipe(client: Streams, server: Streams) -> None:
+    """Passes bytes on in both directions, until both connections have ended.
+
+    When the client goes, the server is told. When the server goes, the client is not: it must not
+    take that for a reason to end as well.
     """
-    await asyncio.gather(_pump(a[0], b[1]), _pump(b[0], a[1]))
+
+    async def to_server() -> None:
+        await _pump(client[0], server[1])
+        server[1].close()
+
+    await asyncio.gather(to_server(), _pump(server[0], client[1]))
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
