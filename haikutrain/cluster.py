@@ -4,7 +4,7 @@ import os
 from typing import Any
 
 from haikutrain.errors import UsageError
-from haikutrain.job import Address
+from haikutrain.wire import Address
 
 
 def present() -> Any:

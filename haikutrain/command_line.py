@@ -12,11 +12,14 @@ from absl import flags, logging
 
 from haikutrain import config
 from haikutrain.errors import UsageError
-from haikutrain.job import COMMAND, Address
+from haikutrain.wire import Address
 
 # Their progress reports would bury ours; their warnings still show.
 _CHATTY_PACKAGES = ("orbax", "jax", "grain")
 
+
+COMMAND = "HAIKUTRAIN_COMMAND"
+"""The environment variable with the command that has started all processes, a JSON list."""
 
 _USAGE = """Trains or evaluates the experiment of a config file.
 

@@ -46,6 +46,7 @@ class Hub:
         self._stop_name = ""
         self._all_gone = threading.Event()
         self._begun = self._failed = self._ended = False
+        self.server: asyncio.Server | None = None
         self._beats: asyncio.Task[None] | None = None
         with contextlib.closing(socket.socket()) as free:
             free.bind(("127.0.0.1", 0))
@@ -54,7 +55,7 @@ class Hub:
 
     async def serve(self, host: str | None, port: int) -> None:
         """Starts to listen; raises OSError if that cannot be."""
-        await asyncio.start_server(self._welcome, host, port)
+        self.server = await asyncio.start_server(self._welcome, host, port)
         self._beats = asyncio.ensure_future(self._beat())
 
     def missing(self) -> list[int]:

@@ -8,7 +8,6 @@ without the devices.
 import asyncio
 import contextlib
 import dataclasses
-import os
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -17,29 +16,7 @@ from typing import Any
 from haikutrain import signals
 from haikutrain.errors import PeerLost, Stopped, UsageError
 from haikutrain.hub import END, HEARTBEAT, HELLO, LOST, SILENCE, Hub
-from haikutrain.wire import Garbled, Message, frame, pipe, read_frame, watch
-
-COMMAND = "HAIKUTRAIN_COMMAND"
-"""The environment variable with the command that started all processes, a JSON list."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Address:
-    """Where process 0 listens."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
-
-    @property
-    def bind(self) -> str | None:
-        """The interface to listen on: loopback for a job on loopback; None means all."""
-        # Not by looking the name up: many machines call themselves 127.0.1.1.
-        if self.host == "localhost":
-            return "127.0.0.1"
-        return self.host if self.host == "::1" or self.host.startswith("127.") else None
+from haikutrain.wire import Address, Garbled, Message, frame, pipe, read_frame, reason, watch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +27,6 @@ class Failure:
     code: int
     """The exit code that it ends or ended with; 75 if it died without a word."""
     text: str
-
-
-def _reason(error: OSError) -> str:
-    # asyncio puts addresses into the text.
-    return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
 
 
 class Job:
@@ -78,13 +50,14 @@ class Job:
         self._changed = threading.Condition()
         self._begun = self._noted = self._ended = False
         self._waiting_for: list[int] | None = None
-        self._trouble = "nobody answers"
+        self._trouble, self._refusal = "nobody answers", ""
         self._number = 0
         self._end = -1
         self._texts: dict[int, list[str]] = {}
         self._calls = 0
         self._asked = self._hold = False
         self._stop: tuple[int, str] | None = None
+        self._relay: asyncio.Server | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._hub = Hub(count, self._take) if index == 0 else None
         self._loop = asyncio.new_event_loop()
@@ -132,7 +105,7 @@ class Job:
                 if time.monotonic() > patience:
                     raise UsageError(
                         f"process 0 cannot listen at --coordinator_address={self._address} "
-                        f"({_reason(error)}); give a free port of its machine"
+                        f"({reason(error)}); give a free port of its machine"
                     ) from error
             time.sleep(0.2)
 
@@ -142,7 +115,8 @@ class Job:
         if missing is None:
             return (
                 f"process {self.index} did not reach process 0 at --coordinator_address="
-                f"{self._address} {within} ({self._trouble}); start all processes, with one address"
+                f"{self._address} {within} ({self._refusal or self._trouble}); "
+                "start all processes, with one address"
             )
         who = f"process{'es' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
         return (
@@ -165,8 +139,8 @@ class Job:
                 there[1].write(frame({HELLO: "relay"}))
                 await pipe((reader, writer), there)
 
-        server = await asyncio.start_server(passed_on, "127.0.0.1", 0)
-        return server.sockets[0].getsockname()[1]
+        self._relay = await asyncio.start_server(passed_on, "127.0.0.1", 0)
+        return self._relay.sockets[0].getsockname()[1]
 
     async def _connect(self, deadline: float) -> None:
         while not self._begun and self.failure is None and time.monotonic() < deadline:
@@ -178,7 +152,7 @@ class Job:
             except EOFError:
                 self._trouble = "something there closes the connection"
             except OSError as error:
-                self._trouble = _reason(error)
+                self._trouble = reason(error)
             except Garbled:
                 self._trouble = "something else listens there"
             self._waiting_for = None
@@ -202,6 +176,7 @@ class Job:
             self._lost("process 0 died")
         finally:
             beat.cancel()
+            self._writer = None
             writer.close()
 
     async def _beat(self, writer: asyncio.StreamWriter) -> None:
@@ -234,7 +209,7 @@ class Job:
             elif kind == "waiting":
                 self._waiting_for = message["for"]
             elif kind == "refused":
-                self._trouble = message["text"]
+                self._refusal = message["text"]
                 if message["final"]:
                     self.failure = Failure(self.index, 2, message["text"])
             elif kind == "noted":
@@ -313,10 +288,13 @@ class Job:
             return bool(self._changed.wait_for(lambda: self.failure is not None, seconds))
 
     def fail(self, code: int, text: str) -> bool:
-        """Tells the others that this process ends with `code`; returns whether process 0 heard."""
+        """Tells the others that this process ends with `code`; returns whether process 0 knows."""
+        if self._hub is None and self._writer is None:
+            return False
         self._tell({"kind": "fail", "code": code, "text": text})
         with self._changed:
-            return bool(self._changed.wait_for(lambda: self._noted, 5))
+            self._changed.wait_for(lambda: self._noted or self.failure, 5)
+            return self._noted or (self.failure is not None and self.failure.code != LOST)
 
     def wait_heard(self, seconds: float) -> None:
         """In process 0, returns when all have heard of the failure."""
@@ -329,19 +307,30 @@ class Job:
         self.gather(END, "")
 
     def close(self) -> None:
-        """Goes. After `end`: process 0 last, for it passes on what the others say to JAX."""
+        """Goes. After `end`: process 0 last, for it passes on what the others say to JAX.
+
+        Again and again is fine.
+        """
+        if self._loop.is_closed():
+            return
         if self._hub is not None and self._ended:
             self._hub.wait_gone(10)
         with contextlib.suppress(TimeoutError):
             self._run(self._close()).result(5)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(5)
+        if not self._thread.is_alive():
+            self._loop.close()
 
     async def _close(self) -> None:
         if self._writer is not None and self._ended:
             self._send({"kind": "bye"})
             with contextlib.suppress(OSError):
                 await self._writer.drain()
+        if self._relay is not None:
+            self._relay.close()
+        if self._hub is not None and self._hub.server is not None:
+            self._hub.server.close()
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()

@@ -27,8 +27,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, NoReturn
 
+from haikutrain.command_line import COMMAND
 from haikutrain.errors import UsageError
-from haikutrain.job import COMMAND
 
 # Seconds that the others have after one has failed: to end by themselves, and once asked to.
 _PATIENCE, _GRACE = 5.0, 50.0
@@ -171,8 +171,9 @@ class _Job:
                     process.terminate()
             if elapsed > _PATIENCE + _GRACE:
                 self.kill()
+        end = time.monotonic() + 2  # What they have started may hold their output longer.
         for reader in self._readers:
-            reader.join(2)  # A process that they have started may hold their output.
+            reader.join(max(0.0, end - time.monotonic()))
         codes = list(self._codes.values())
         return next((code for code in codes if code not in (0, _LOST)), max(codes))
 

@@ -17,7 +17,8 @@ from absl import logging
 from haikutrain import cluster, signals
 from haikutrain.errors import CheckpointDamaged, PeerLost, UsageError
 from haikutrain.hub import LOST
-from haikutrain.job import Address, Failure, Job
+from haikutrain.job import Failure, Job
+from haikutrain.wire import Address
 
 Value = TypeVar("Value")
 
@@ -94,12 +95,11 @@ def _join(
     address: Address, number: int, own: int, local_ids: list[int] | None, seconds: float
 ) -> None:
     global _job
-    import jax
-
     _job = Job(own, number, address, _end_soon)
     if own:
         logging.set_verbosity(logging.ERROR)  # Process 0 speaks for all.
     native = _job.meet(seconds)
+    import jax
 
     def give_up() -> None:
         _say(f"error: JAX did not join the processes within --init_timeout={seconds:g} seconds")
@@ -169,15 +169,15 @@ def agree(same: Mapping[str, Any], own: Value) -> list[Value]:
     """
     if _job is None:
         return [own]
-    same = json.loads(json.dumps(same))
     found: list[Any] = gather("what all do", [same, own])
+    first = found[0][0]
     for other, (theirs, _) in enumerate(found):
-        for name, value in same.items():
-            if theirs[name] != value:
+        for name in first:
+            if theirs.get(name) != first[name]:
                 raise UsageError(
-                    f"{name} must be the same in all processes, and is {value} in process "
-                    f"{_job.index} and {theirs[name]} in process {other}; start all with the same "
-                    "command and files"
+                    f"{name} must be the same in all processes, and is {first[name]} in process 0 "
+                    f"and {theirs.get(name)} in process {other}; start all with the same command "
+                    "and files"
                 )
     return [value for _, value in found]
 
@@ -287,14 +287,13 @@ def _end_together(job: Job, code: int) -> None:
 
 def _is_consequence(job: Job, error: BaseException | None) -> bool:
     """Whether this process ends because another one did."""
-    import jax
-
     if isinstance(error, PeerLost):
         return True
     if isinstance(error, UsageError):
-        return job.failure is not None and job.failure.text == str(error)
+        return job.failure is not None and job.failure.code == 2
     # A collective can fail before the news is here.
-    return isinstance(error, jax.errors.JaxRuntimeError) and job.wait_failure(3)
+    jax = sys.modules.get("jax")
+    return jax is not None and isinstance(error, jax.errors.JaxRuntimeError) and job.wait_failure(3)
 
 
 def _consequence(job: Job) -> int:

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import json
+import os
 import socket
 from typing import Any
 
@@ -10,6 +12,25 @@ Message = dict[str, Any]
 
 _LENGTH = 4
 _LONGEST = 1 << 28
+
+
+@dataclasses.dataclass(frozen=True)
+class Address:
+    """Where process 0 listens."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    @property
+    def bind(self) -> str | None:
+        """The interface to listen on: loopback for a job on loopback; None means all."""
+        # Not by looking the name up: many machines call themselves 127.0.1.1.
+        if self.host == "localhost":
+            return "127.0.0.1"
+        return self.host if self.host == "::1" or self.host.startswith("127.") else None
 
 
 class Garbled(ValueError):
@@ -75,3 +96,9 @@ def watch(writer: asyncio.StreamWriter) -> None:
         own.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
         own.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
         own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000)
+
+
+def reason(error: OSError) -> str:
+    """Why a connection failed, in the system's words."""
+    # asyncio puts addresses into the text.
+    return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)

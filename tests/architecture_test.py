@@ -25,8 +25,7 @@ LAYERS = [
     {"leaves", "positions", "metrics", "command_line", "config_file"},
     {"augment", "config", "optimizers", "readers", "train_state", "workdir", "writers"},
     {"console", "pictures", "prefetch", "pixels", "processes", "schedules", "sources"},
-    {"cluster"},
-    {"job"},
+    {"cluster", "job"},
     {"hub"},
     {"errors", "signals", "wire"},
 ]
