@@ -182,6 +182,24 @@ def drifted(tree: Any) -> list[str]:
     return [path for path, flag in zip(by_path(tree), flags, strict=True) if flag]
 
 
+@jax.jit
+def _finite(arrays: list[jax.Array]) -> jax.Array:
+    return jnp.stack([jnp.isfinite(x).all() for x in arrays])
+
+
+def not_finite(tree: Any) -> list[str]:
+    """The paths of the float leaves of a replicated tree that hold NaN or infinity."""
+    floats = {
+        path: leaf.addressable_data(0)
+        for path, leaf in by_path(tree).items()
+        if jnp.issubdtype(leaf.dtype, jnp.inexact) and leaf.size
+    }
+    if not floats:
+        return []
+    flags = np.asarray(_finite(list(floats.values())))
+    return [path for path, flag in zip(floats, flags, strict=True) if not flag]
+
+
 @functools.cache
 def _pmapped_differs() -> Callable[..., Any]:
     # pmap wants one argument with a device axis.

@@ -242,7 +242,7 @@ def checked_optimizer(experiment: Experiment) -> optax.GradientTransformation:
     return optimizer
 
 
-_RESERVED = ("loss", "grad_norm", "learning_rate", "step", "split")
+_RESERVED = ("loss", "grad_norm", "learning_rate", "skipped", "step", "split")
 
 
 def _checked_metrics(result: Any, batch: Any, owner: str) -> dict[str, Any]:

@@ -123,7 +123,7 @@ class Log:
         self.deliver(info)
         if self._timed is None:
             # Speeds count from the end of the first call, which compiled.
-            self._window.wait()
+            self._window.wait(info.step)
             self.stopwatch.restart()
             self._timed = -info.steps
         self._timed += info.steps
@@ -141,15 +141,19 @@ class Log:
         if self._closed is not None:
             step, sums, count, timed = self._closed
             self._closed = None
-            means = self._window.means(sums, count)
+            means = self._window.means(sums, count, step)
             if timed:
                 means["steps_per_second"] = timed / max(self.stopwatch.restart(), 1e-9)
                 means["examples_per_second"] = means["steps_per_second"] * self._batch_size
             self._write(step, means)
             self._latest = means, step
+            self._window.judge(sums, count, step)
         info.metrics, info.metrics_step = self._latest
 
     def settle(self, info: StepInfo) -> None:
-        """Delivers, and waits for the devices: what comes next is not training."""
+        """Delivers, and waits for the devices: what comes next is not training.
+
+        Raises NonFinite if a step so far ends the run: nothing may be made of its state.
+        """
         self.deliver(info)
-        self._window.wait()
+        self._window.wait(info.step)

@@ -8,10 +8,10 @@ from typing import Any
 
 from absl import logging
 
-from haikutrain import devices, evaluation, processes, writers
+from haikutrain import devices, evaluation, leaves, nonfinite, processes, writers
 from haikutrain.checkpoint import Checkpointer
 from haikutrain.console import Console
-from haikutrain.errors import Stopped
+from haikutrain.errors import NonFinite, Stopped
 from haikutrain.evaluation import Evaluations
 from haikutrain.experiment import Experiment
 from haikutrain.hooks import Hook, Log, StepInfo, every
@@ -39,6 +39,8 @@ def train(
       UsageError: a mistake in the config, the data, the experiment or the workdir; found before
         anything is compiled.
       ReplicasDiffer: an update gave different values on different devices.
+      NonFinite: a loss or gradient was not finite; see `config.on_nonfinite`.
+      Stopped: a signal that `haikutrain.main` catches; the last step's state is saved.
     """
     task = Task(experiment)
     folder = Workdir(workdir)
@@ -153,8 +155,9 @@ class _Run:
         self._task = task
         self._checkpointer = checkpointer
         self._position = start.position
+        self._saved_step: int | None = None
         self._evaluations: tuple[Evaluations, int | None] = {}, None
-        self._window = Window(task.programs.metric_names, start.zeros)
+        self._window = Window(task.programs.metric_names, start.zeros, _judge(task, start))
         if start.window is not None:
             self._window.sums, self._window.count = start.window
         self._writer, self._progress = _open_writers(task, folder, start.step)
@@ -169,12 +172,12 @@ class _Run:
         state, step, window = start.state, start.step, self._window
         ahead = devices.RunAhead()
         hooks = self._hooks(start.stop)
-        stopped = None
         plan = _plan(step, start.stop, self._task.config.steps_per_call)
-        info = None
+        info = stopped_by = None
         with self._task.feed.items(plan, start.position) as items:
             for item in items:
-                if stopped := processes.stop_requested():
+                stopped_by = processes.stop_requested()
+                if stopped_by is not None:
                     break
                 state, window.sums = self._task.programs.update(state, window.sums, item)
                 window.count += item.steps
@@ -188,8 +191,12 @@ class _Run:
                     break
         if info is not None:
             self._finish(info)
-        if stopped is not None:
-            raise Stopped(f"{stopped}: stopped at step {step}; start again to go on")
+        if stopped_by is not None:
+            done = "that is saved" if info is not None else "before its first step: nothing is new"
+            raise Stopped(
+                f"stopped by {stopped_by} at step {step} of {start.stop}, {done}; the same command "
+                "goes on"
+            )
         return state
 
     def _info(self, step: int, steps: int, state: TrainState) -> StepInfo:
@@ -233,7 +240,8 @@ class _Run:
                 raise
         # A save out of turn is not judged: the log must be that of the uninterrupted run.
         in_turn = ended is not None or info.crossed(self._task.config.checkpoint_every)
-        self._save(info, ended=ended, judged=in_turn)
+        if self._saved_step != info.step:
+            self._save(info, ended=ended, judged=in_turn)
         self._checkpointer.wait()
         if ended is not None:
             logging.info("the run has ended at step %d: %s", info.step, ended)
@@ -264,6 +272,11 @@ class _Run:
                     f"{', '.join(different)}; average them in update (haikutrain.pmean, "
                     "haikutrain.apply_gradients)"
                 )
+            if bad := devices.not_finite({"params": info.state.params}):
+                raise NonFinite(
+                    f"at step {info.step} these are not finite: {', '.join(bad[:5])}; nothing of "
+                    "it was saved, the newest checkpoint is from before"
+                )
             current = {} if self._evaluations[1] != info.step else self._evaluations[0]
             metrics = {
                 f"{split}/{name}": value
@@ -279,6 +292,13 @@ class _Run:
                 data=self._task.feed.gathered(self._position),
                 metrics=metrics,
             )
+            self._saved_step = info.step
+
+
+def _judge(task: Task, start: Start) -> nonfinite.Judge:
+    names = list(leaves.by_path(task.programs.state.params))
+    config = task.config
+    return nonfinite.Judge(config.on_nonfinite, config.max_skipped, names, start.skipped_before)
 
 
 def _plan(step: int, stop: int, stride: int) -> Iterator[tuple[int, int]]:

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from haikutrain import nonfinite
+
 LAST = ("learning_rate", "loss_scale")
 """Training metrics of which a window keeps the last step's value instead of the mean."""
 
@@ -66,35 +68,49 @@ class Mean:
         return {name: value / count for name, value in self._sums.items()}
 
 
-def accumulate(window: jax.Array, values: Mapping[str, jax.Array]) -> jax.Array:
+def empty_window(names: Sequence[str]) -> np.ndarray:
+    """float32 zeros for so many metrics and for the tally of `haikutrain.nonfinite`."""
+    return np.zeros(len(names) + nonfinite.SIZE, np.float32)
+
+
+def accumulate(
+    window: jax.Array, values: Mapping[str, jax.Array], found: nonfinite.Found, *, skips: bool
+) -> jax.Array:
     """Adds one step's metrics to a window, on the device.
 
     Args:
-      window: float32 `[M]`, the sums so far, in the order of `values`.
+      window: float32 `[M + nonfinite.SIZE]`, the sums so far, in the order of `values`.
       values: M scalars.
+      found: whether the step's loss and gradients are finite.
+      skips: whether a step where they are not was skipped; its metrics are then left out.
 
     Returns:
-      float32 `[M]`; for a name in `LAST` the step's own value.
+      The window with this step in it; for a name in `LAST` the step's own value.
     """
+    sums, tally = window[: len(values)], nonfinite.note(window[len(values) :], found)
     if not values:
-        return window
+        return tally
     new = jnp.stack([jnp.asarray(v).astype(jnp.float32) for v in values.values()])
     last = np.array([name in LAST for name in values])
-    return jnp.where(last, new, window + new)
+    total = jnp.where(last, new, sums + new)
+    if skips:
+        total = jnp.where(found.bad, sums, total)
+    return jnp.concatenate([total, tally])
 
 
 class Window:
     """The open log window: sums of metrics over the steps since the last log line.
 
-    `sums` is a device array float32 `[M]` that the update reads and returns; this object only
-    knows how many steps are in it and when it was opened.
+    `sums` is a device array float32 `[M + nonfinite.SIZE]` that the update reads and returns; this
+    object only knows how many steps are in it, and what to make of those that are not finite.
     """
 
-    def __init__(self, names: Sequence[str], zeros: jax.Array):
+    def __init__(self, names: Sequence[str], zeros: jax.Array, judge: nonfinite.Judge):
         self.names = list(names)
         self.sums = zeros
         self.count = 0
         self._zeros = zeros
+        self._judge = judge
 
     def close(self) -> tuple[jax.Array, int]:
         """Opens a new window; returns the closed one's sums, still on the device, and count."""
@@ -102,19 +118,45 @@ class Window:
         self.sums, self.count = self._zeros, 0
         return closed
 
-    def wait(self) -> None:
-        """Returns when the devices have done every step that is in the window."""
-        self.sums.block_until_ready()
+    def wait(self, step: int) -> None:
+        """Returns when the devices have done every step up to `step`, the window's last.
 
-    def means(self, sums: Any, count: int) -> dict[str, float]:
-        """A closed window's metrics as Python floats; waits for the device."""
+        Raises:
+          NonFinite: a loss or gradient was not finite, and that ends the run.
+        """
+        sums = np.asarray(self.sums)
+        if self.count:
+            self._judge.check(sums[len(self.names) :], step - self.count)
+
+    def means(self, sums: Any, count: int, step: int) -> dict[str, float]:
+        """A closed window's metrics as Python floats; waits for the device.
+
+        Args:
+          sums: what `close` returned.
+          count: likewise.
+          step: the window's last.
+        """
         values = np.asarray(sums).astype(np.float64)
-        return {
-            name: float(value if name in LAST else value / count)
-            for name, value in zip(self.names, values, strict=True)
+        tally = nonfinite.Tally(*values[len(self.names) :].tolist())
+        taken = (count - tally.bad if self._judge.skips else count) or math.nan
+        means = {
+            name: float(value if name in LAST else value / taken)
+            for name, value in zip(self.names, values[: len(self.names)], strict=True)
         }
+        if self._judge.skips:
+            means["skipped"] = tally.bad
+        return means
+
+    def judge(self, sums: Any, count: int, step: int) -> None:
+        """Judges a closed window. Raises as `wait` does."""
+        self._judge.close(np.asarray(sums)[len(self.names) :], step - count)
 
     def to_json(self) -> dict[str, Any]:
         """The open window as plain data, for the checkpoint; waits for the device."""
         sums = np.asarray(self.sums).tolist()
-        return {"names": self.names, "sums": sums, "count": self.count}
+        return {
+            "names": self.names,
+            "sums": sums,
+            "count": self.count,
+            "skipped_before": self._judge.carried,
+        }

@@ -13,7 +13,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from haikutrain import collectives, devices, leaves, metrics, optimizers, precision, updates
+from haikutrain import (
+    collectives,
+    devices,
+    leaves,
+    metrics,
+    nonfinite,
+    optimizers,
+    precision,
+    updates,
+)
 from haikutrain.errors import UsageError
 from haikutrain.eval_feed import EvalItem
 from haikutrain.experiment import Experiment
@@ -42,6 +51,7 @@ class Programs:
 
     Attributes:
       state: the TrainState's `jax.ShapeDtypeStruct`s.
+      skips: whether steps that are not finite are left out.
 
     Raises:
       UsageError: the experiment's init returns what cannot be trained.
@@ -60,6 +70,7 @@ class Programs:
         self.state: TrainState = self._init.output
         if precision.policy(task.config.precision) is not None:
             precision.check_network_state(self.state.network_state)
+        self.skips: bool = task.config.on_nonfinite == "skip"
         self._updates: dict[int, devices.Program] = {}
         self._evaluates: dict[Any, tuple[devices.Program, dict[str, Any]]] = {}
 
@@ -95,7 +106,9 @@ class Programs:
         part = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self._first)
         return devices.Traced(self._step_function, self.state, part)
 
-    def _step_function(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+    def _step_function(
+        self, state: TrainState, batch: Any
+    ) -> tuple[TrainState, dict[str, Any], nonfinite.Found]:
         sequence = hk.PRNGSequence(state.rng)
         # `take`, for `next` reserves as many keys as Haiku's config says.
         (step_key,) = sequence.take(1)
@@ -108,12 +121,22 @@ class Programs:
             raise UsageError(f"{self._owner}.update must return (state, metrics)")
         new, values = result
         _check_scalars(values, self._owner)
+        found = nonfinite.find(values)
+        values = {k: v for k, v in values.items() if k not in (nonfinite.LEAVES, nonfinite.FIRST)}
+        if self.skips and not values.keys() & set(nonfinite.JUDGED):
+            raise UsageError(
+                f"config.on_nonfinite='skip' would do nothing: {self._owner}.update returns no "
+                "metric called loss or grad_norm (haikutrain.apply_gradients does) that would say "
+                "which steps to skip"
+            )
         learning_rate = optimizers.find_learning_rate(new.opt_state)
         if learning_rate is not None:
             values = {"learning_rate": learning_rate, **values}
         new = jax.tree.map(_strong, new.replace(step=state.step + 1, rng=rng))
         _check_unchanged(state, new, self._owner)
-        return new, {name: jnp.asarray(v).astype(jnp.float32) for name, v in values.items()}
+        if self.skips:
+            new = _kept(state, new, found.bad)
+        return new, {k: jnp.asarray(v).astype(jnp.float32) for k, v in values.items()}, found
 
     def _check_used(self, used: set[str], fields: Mapping[str, Any], method: str) -> None:
         for field, (off, helper) in fields.items():
@@ -141,15 +164,16 @@ class Programs:
         if steps not in self._updates:
 
             def one(carry: Any, batch: Any) -> tuple[Any, None]:
-                state, values = self._step(carry[0], batch)
-                return (state, metrics.accumulate(carry[1], values)), None
+                state, values, found = self._step(carry[0], batch)
+                sums = metrics.accumulate(carry[1], values, found, skips=self.skips)
+                return (state, sums), None
 
             def function(state: Any, sums: Any, batch: Any) -> Any:
                 if steps == 1:
                     return one((state, sums), batch)[0]
                 return devices.scan(one, (state, sums), batch, steps)[0]
 
-            sums = jax.ShapeDtypeStruct((len(self.metric_names),), jnp.float32)
+            sums = metrics.empty_window(self.metric_names)
             batch = self._first if steps == 1 else _stacked_shapes(self._first, steps)
             self._updates[steps] = devices.Program(
                 function,
@@ -236,6 +260,15 @@ class Programs:
         kept = {k: value.values for k, value in values.items() if isinstance(value, metrics.Rows)}
         means = {k: jnp.asarray(value) for k, value in values.items() if k not in kept}
         return means, {name: jnp.asarray(value) for name, value in kept.items()}
+
+
+def _kept(old: TrainState, new: TrainState, bad: jax.Array) -> TrainState:
+    """The new state, or where the step was bad the old one: all of it together but the clock."""
+    kept = jax.tree.map(lambda n, o: jnp.where(bad, o, n), new, old)
+    extras = kept.extras
+    if "loss_scale" in extras:
+        extras = {**extras, "loss_scale": new.extras["loss_scale"]}
+    return kept.replace(step=new.step, rng=new.rng, extras=extras)
 
 
 def _strong(leaf: Any) -> jax.Array:

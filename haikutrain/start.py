@@ -10,7 +10,7 @@ import numpy as np
 from absl import logging
 
 from haikutrain import config as configs
-from haikutrain import devices, leaves, precision, processes
+from haikutrain import devices, leaves, metrics, precision, processes
 from haikutrain.checkpoint import Checkpointer, encode, find_checkpoint
 from haikutrain.errors import UsageError
 from haikutrain.eval_feed import EvalFeed
@@ -116,10 +116,10 @@ class Task:
             return wanted if "/" in wanted or len(self.eval_feeds) != 1 else alone
         raise _not_returned(wanted, names)
 
-    def check_judged(self, metrics: Mapping[str, float]) -> None:
+    def check_judged(self, found: Mapping[str, float]) -> None:
         """Raises UsageError if the metrics that a save is judged by lack `config.best_metric`."""
-        if self.best_metric is not None and self.best_metric not in metrics:
-            raise _not_returned(self.config.best_metric, metrics)
+        if self.best_metric is not None and self.best_metric not in found:
+            raise _not_returned(self.config.best_metric, found)
 
     def meta(self, window: Mapping[str, Any], ended: str | None) -> dict[str, Any]:
         """What a checkpoint says about its run."""
@@ -174,6 +174,8 @@ class Start:
     """The data iterator's state; None to begin where it stands."""
     window: tuple[jax.Array, int] | None = None
     """The open window's sums and count."""
+    skipped_before: int = 0
+    """How many steps in a row were skipped just before the open window."""
     ended: str | None = None
     """If there is nothing to do: why."""
 
@@ -196,7 +198,7 @@ def restore_or_init(task: Task, checkpointer: Reader) -> Start:
 def _start(task: Task, state: TrainState, step: int) -> Start:
     config = task.config
     stop = min(config.num_steps, config.stop_after or config.num_steps)
-    zeros = devices.place(np.zeros(len(task.programs.metric_names), np.float32))
+    zeros = devices.place(metrics.empty_window(task.programs.metric_names))
     return Start(state, step, stop, zeros)
 
 
@@ -220,6 +222,7 @@ def _restored(task: Task, checkpointer: Reader, step: int) -> Start:
     if window["names"] == task.programs.metric_names:
         sums = np.array(window["sums"], np.float32)
         start.window = devices.place(sums), window["count"]
+    start.skipped_before = window["skipped_before"]
     return start
 
 

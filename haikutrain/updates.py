@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from haikutrain import collectives, optimizers, precision
+from haikutrain import collectives, nonfinite, optimizers, precision
 from haikutrain.errors import UsageError
 from haikutrain.train_state import TrainState
 
@@ -96,11 +96,16 @@ def apply_gradients(
     Returns:
       The state after, and the averaged metrics with `grad_norm`, the norm before clipping. With
       a loss scale also `loss_scale`; a step whose gradients overflow only lowers it, changes
-      nothing else, and counts as 0 in `grad_norm`.
+      nothing else, and counts as 0 in `grad_norm`. `nonfinite_leaves` and `nonfinite_first` are
+      for the framework, which takes them out: how many leaves' gradients are not finite, and the
+      number of the first one.
     """
     chex.assert_trees_all_equal_shapes(grads, state.params)
     grads, network_state, averages = collectives.pmean((grads, network_state, dict(metrics or {})))
-    norm = optax.tree.norm(grads)
+    squares = jnp.stack([_square(leaf) for leaf in jax.tree.leaves(grads)] or [jnp.float32(0)])
+    norm = jnp.sqrt(squares.sum())
+    bad = ~jnp.isfinite(squares)
+    found = {nonfinite.LEAVES: bad.sum(dtype=jnp.int32), nonfinite.FIRST: jnp.argmax(bad)}
     max_norm = setting("grad_clip_norm")
     if max_norm is not None:
         grads = optimizers.clip_by_global_norm(grads, max_norm, norm)
@@ -116,15 +121,32 @@ def apply_gradients(
     new_state = state.replace(
         params=params, network_state=network_state, opt_state=opt_state, extras=extras
     )
-    if "loss_scale" not in extras:
-        return new_state, {**averages, "grad_norm": norm}
+    if "loss_scale" in extras:
+        return _scaled_step(state, new_state, norm, {**averages, **found})
+    return new_state, {**averages, "grad_norm": norm, **found}
+
+
+def _scaled_step(old: State, new: State, norm: jax.Array, metrics: dict[str, Any]) -> Any:
+    """The result of `apply_gradients` where there is a loss scale."""
     finite = jnp.isfinite(norm)
-    scale = precision.adjusted_loss_scale(state.extras["loss_scale"], finite)
+    before = old.extras["loss_scale"]
+    scale = precision.adjusted_loss_scale(before, finite)
     # Decided after the reduction, so that all devices agree; then all is kept as it was.
-    kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new_state, state)
-    norm = jnp.where(finite, norm, 0.0)
-    values = {**averages, "grad_norm": norm, "loss_scale": scale["scale"]}
+    kept = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+    # A scale that cannot be lowered any more does not mend it.
+    handled = scale["scale"] < before["scale"]
+    found = {
+        name: jnp.where(handled, 0, metrics[name]) for name in (nonfinite.LEAVES, nonfinite.FIRST)
+    }
+    norm = jnp.where(handled, 0.0, norm)
+    values = {**metrics, "grad_norm": norm, "loss_scale": scale["scale"], **found}
     return kept.replace(extras={**kept.extras, "loss_scale": scale}), values
+
+
+def _square(leaf: jax.Array) -> jax.Array:
+    """The square of the leaf's norm, float32 []: half precision would overflow at a norm of 256."""
+    wide = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+    return (jnp.abs(wide) ** 2).sum().astype(jnp.float32)
 
 
 def initial_extras(state: TrainState, config: Any) -> dict[str, Any]:

@@ -24,7 +24,7 @@ LAYERS = [
     {"collectives", "checkpoint_folder", "data", "pipeline", "precision"},
     {"leaves", "positions", "metrics", "command_line", "config_file"},
     {"augment", "config", "optimizers", "readers", "train_state", "workdir", "writers"},
-    {"console", "pictures", "prefetch", "pixels", "processes", "schedules", "sources"},
+    {"console", "nonfinite", "pictures", "prefetch", "pixels", "processes", "schedules", "sources"},
     {"cluster", "job"},
     {"hub"},
     {"errors", "signals", "wire"},

@@ -102,6 +102,7 @@ def drive():
     import numpy as np
 
     from haikutrain.feed import TrainFeed
+    from haikutrain.metrics import empty_window
     from haikutrain.programs import Programs
 
     def run(experiment, steps, per_call=1):
@@ -112,10 +113,12 @@ def drive():
         states, metrics = [devices.snapshot(state)], []
         with feed.items(((s, per_call) for s in range(0, steps, per_call)), None) as items:
             for item in items:
-                zeros = devices.place(np.zeros(len(names), np.float32))
+                zeros = devices.place(empty_window(names))
                 state, sums = programs.update(state, zeros, item)
                 states.append(devices.snapshot(state))
-                metrics.append(dict(zip(names, np.asarray(sums).tolist(), strict=True)))
+                metrics.append(
+                    dict(zip(names, np.asarray(sums)[: len(names)].tolist(), strict=True))
+                )
         return states, metrics
 
     return run

@@ -3,10 +3,10 @@
 import jax.numpy as jnp
 import pytest
 
-from haikutrain import hooks
+from haikutrain import hooks, nonfinite
 from haikutrain.errors import UsageError
 from haikutrain.hooks import Log, StepInfo, Stopwatch, every
-from haikutrain.metrics import Window
+from haikutrain.metrics import Window, empty_window
 
 
 class Clock:
@@ -118,12 +118,13 @@ class Run:
 
     def __init__(self, clock, period, batch_size=8):
         self.clock, self.lines = clock, []
-        self.window = Window(["loss"], jnp.zeros(1))
+        judge = nonfinite.Judge("stop", 1, [])
+        self.window = Window(["loss"], jnp.asarray(empty_window(["loss"])), judge)
         self.log = Log(self.window, period, batch_size, lambda *line: self.lines.append(line))
 
     def call(self, info):
         for step in range(info.step - info.steps + 1, info.step + 1):
-            self.window.sums = self.window.sums + step
+            self.window.sums = self.window.sums.at[0].add(step)
             self.window.count += 1
             self.clock.now += 1
         self.log(info)
@@ -188,7 +189,7 @@ def test_the_end_closes_a_window_out_of_turn(clock):
 
 def test_an_open_window_from_a_checkpoint_is_gone_on_with(clock):
     run = Run(clock, period=4)
-    run.window.sums, run.window.count = jnp.array([1.0 + 2.0]), 2
+    run.window.sums, run.window.count = run.window.sums.at[0].set(1.0 + 2.0), 2
     for step in (3, 4, 5):
         run.call(StepInfo(step=step, steps=1, num_steps=9, state=None))
     assert run.losses() == [(4, 2.5)]

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from haikutrain.metrics import Mean, Window, accumulate, masked_sums
+from haikutrain import nonfinite
+from haikutrain.metrics import Mean, Window, accumulate, empty_window, masked_sums
 
 
 def test_sums_are_over_the_real_rows_alone():
@@ -63,44 +64,59 @@ def test_the_mean_of_no_rows_is_nan():
     assert math.isnan(mean.result()["x"])
 
 
-def window_after(steps, names=("grad_norm", "learning_rate", "loss")):
-    window = Window(names, jnp.zeros(len(names), jnp.float32))
+GOOD = nonfinite.find({"loss": jnp.float32(1)})
+BAD = nonfinite.find({"loss": jnp.float32(math.nan)})
+
+
+def window_after(steps, names=("grad_norm", "learning_rate", "loss"), found=GOOD, mode="stop"):
+    window = Window(names, jnp.asarray(empty_window(names)), nonfinite.Judge(mode, 9, []))
     for values in steps:
-        window.sums = accumulate(window.sums, dict(zip(names, values, strict=True)))
+        values = dict(zip(names, values, strict=True))
+        window.sums = accumulate(window.sums, values, found, skips=mode == "skip")
         window.count += 1
     return window
 
 
 def test_a_window_holds_means_and_the_last_learning_rate():
     window = window_after([(1.0, 0.5, 2), (2.0, 0.25, 4), (6.0, 0.125, 6)])
-    means = window.means(*window.close())
+    means = window.means(*window.close(), 3)
     assert means == {"grad_norm": 3.0, "learning_rate": 0.125, "loss": 4.0}
     assert {type(value) for value in means.values()} == {float}
+
+
+def test_what_was_skipped_is_not_in_the_means_and_is_counted():
+    window = window_after([(1.0, 0.5, 2), (2.0, 0.25, 4)], mode="skip")
+    values = {"grad_norm": math.inf, "learning_rate": 0.1, "loss": math.nan}
+    window.sums = accumulate(window.sums, values, BAD, skips=True)
+    window.count += 1
+    means = window.means(*window.close(), 3)
+    assert means == {"grad_norm": 1.5, "learning_rate": 0.25, "loss": 3.0, "skipped": 1.0}
 
 
 def test_closing_opens_an_empty_window():
     window = window_after([(1.0, 0.5, 2.0)])
     sums, count = window.close()
-    assert (np.asarray(sums).tolist(), count) == ([1.0, 0.5, 2.0], 1)
-    assert (np.asarray(window.sums).tolist(), window.count) == ([0.0, 0.0, 0.0], 0)
+    assert (np.asarray(sums)[:3].tolist(), count) == ([1.0, 0.5, 2.0], 1)
+    assert (np.asarray(window.sums).tolist(), window.count) == ([0.0] * 12, 0)
     assert window.close()[1] == 0
 
 
 def test_accumulate_counts_in_float32_whatever_it_is_given():
-    window = accumulate(jnp.zeros(2), {"a": jnp.bfloat16(0.5), "b": jnp.int32(3)})
+    values = {"a": jnp.bfloat16(0.5), "b": jnp.int32(3)}
+    window = accumulate(jnp.asarray(empty_window("ab")), values, GOOD, skips=False)
     assert window.dtype == jnp.float32
-    assert window.tolist() == [0.5, 3.0]
+    assert window[:2].tolist() == [0.5, 3.0]
 
 
 def test_an_update_without_metrics_has_an_empty_window():
     window = window_after([()], names=())
-    assert window.means(*window.close()) == {}
+    assert window.means(*window.close(), 1) == {}
 
 
 def test_an_open_window_goes_through_json_bit_for_bit():
     values = np.array([0.1, 1e-45, -0.0, math.nan, math.inf, -math.inf, 3.4e38], np.float32)
     names = tuple("abcdefg")
-    window = Window(names, jnp.zeros(7, jnp.float32))
+    window = Window(names, jnp.zeros(7, jnp.float32), nonfinite.Judge("stop", 9, []))
     window.sums, window.count = jnp.asarray(values), 3
     saved = json.loads(json.dumps(window.to_json()))
     assert (saved["names"], saved["count"]) == (list(names), 3)

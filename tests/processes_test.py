@@ -279,7 +279,7 @@ def test_a_job_that_is_stopped_and_killed_ends_as_the_straight_one(
     assert len(stopped) == 1
     saved = max(int(path.name) for path in (work / "checkpoints").iterdir())
     assert {saved} == stopped
-    assert f"stopped at step {saved}" in job.output(0)
+    assert f"stopped by SIGTERM at step {saved} of 30, that is saved" in job.output(0)
 
     # Each dies once, at no special moment; the other one notices.
     for dies in range(2):

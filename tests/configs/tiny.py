@@ -4,7 +4,9 @@
 The metric `ids` is a checksum of which examples stood where in the global batch.
 """
 
+import os
 import threading
+import time
 
 import haiku as hk
 import jax
@@ -33,6 +35,9 @@ def get_config(variant=""):
     config.cross_replica = False
     config.learning_rate = 0.05
     config.hold_at = 0  # The step after which the process waits, to be killed.
+    # Where it says that it is there, in the file, and waits a second: "trace", "hook" or "report".
+    config.pause = ""
+    config.pause_file = ""
     for word in filter(None, variant.split("-")):
         if word in ("conv", "mlp"):
             config.net = word
@@ -81,7 +86,14 @@ class CountingIterator:
 
 
 class Tiny(haikutrain.Experiment):
+    def pause(self, where):
+        if where == self.config.pause and not os.path.exists(self.config.pause_file):
+            with open(self.config.pause_file, "w") as file:
+                file.write(where)
+            time.sleep(1)
+
     def loss(self, batch, is_training):
+        self.pause("trace")
         c, x = self.config, batch["image"]
         if is_training and c.noise:
             x = x + c.noise * jax.random.normal(hk.next_rng_key(), x.shape)
@@ -126,5 +138,11 @@ class Tiny(haikutrain.Experiment):
         def hold(info):
             if info.step == self.config.hold_at:
                 threading.Event().wait()
+            if info.step > 8:
+                self.pause("hook")
 
         return [hold]
+
+    def report(self, state, split, rows):
+        self.pause("report")
+        return {}
