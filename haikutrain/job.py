@@ -289,8 +289,8 @@ class Job:
 
     def fail(self, code: int, text: str) -> bool:
         """Tells the others that this process ends with `code`; returns whether process 0 knows."""
-        if self._hub is None and self._writer is None:
-            return False
+        if self._hub is None and not self._begun and self._waiting_for is None:
+            return False  # It has not answered yet.
         self._tell({"kind": "fail", "code": code, "text": text})
         with self._changed:
             self._changed.wait_for(lambda: self._noted or self.failure, 5)

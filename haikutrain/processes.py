@@ -6,6 +6,7 @@ With one process every function here does the obvious, and costs nothing.
 import contextlib
 import json
 import os
+import re
 import sys
 import threading
 import traceback
@@ -292,8 +293,15 @@ def _is_consequence(job: Job, error: BaseException | None) -> bool:
     if isinstance(error, UsageError):
         return job.failure is not None and job.failure.code == 2
     # A collective can fail before the news is here.
+    return _is_native(error) and job.wait_failure(3)
+
+
+def _is_native(error: BaseException | None) -> bool:
+    """Whether it comes from XLA, which raises ValueErrors too, beginning with a status."""
     jax = sys.modules.get("jax")
-    return jax is not None and isinstance(error, jax.errors.JaxRuntimeError) and job.wait_failure(3)
+    if jax is not None and isinstance(error, jax.errors.JaxRuntimeError):
+        return True
+    return isinstance(error, ValueError) and bool(re.match(r"[A-Z]+(_[A-Z]+)*: ", str(error)))
 
 
 def _consequence(job: Job) -> int:

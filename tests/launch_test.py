@@ -172,3 +172,58 @@ def test_processes_end_with_the_launcher(launched):
     while launched.children():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+SLURM = pathlib.Path(__file__).parents[1] / "docs" / "slurm.sh"
+
+
+@pytest.fixture
+def batch(tmp_path):
+    """Starts the sample script with a `srun` that runs this, and a `scontrol` that takes note."""
+
+    def run(srun, **environment):
+        for name, script in (("srun", srun), ("scontrol", f"echo $@ >> {tmp_path}/requeued")):
+            (tmp_path / name).write_text(f"#!/bin/sh\necho $@ > {tmp_path}/{name}ed\n{script}\n")
+            (tmp_path / name).chmod(0o755)
+        path = f"{tmp_path}:{os.environ['PATH']}"
+        environment = {**os.environ, "PATH": path, "SLURM_JOB_ID": "77", **environment}
+        return subprocess.Popen(["bash", SLURM], env=environment, stdout=subprocess.PIPE, text=True)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "code, restarts, again",
+    [
+        (0, "0", False),
+        (1, "0", False),
+        (2, "0", False),
+        (3, "0", False),
+        (42, "0", True),
+        (42, "500", True),
+        (75, "0", True),
+        (137, "19", True),
+        (75, "20", False),
+    ],
+)
+def test_the_sample_of_slurm_requeues_by_exit_code(batch, tmp_path, code, restarts, again):
+    job = batch(f"exit {code}", SLURM_RESTART_COUNT=restarts)
+    out, _ = job.communicate(timeout=20)
+    assert job.returncode == code
+    assert (tmp_path / "requeued").exists() == again
+    if again:
+        assert (tmp_path / "requeued").read_text() == "requeue 77\n"
+        assert str(code) in out
+    assert "--workdir=runs/77" in (tmp_path / "sruned").read_text()
+
+
+def test_the_sample_of_slurm_outlives_a_signal(batch, tmp_path):
+    job = batch("sleep 1; exit 42")
+    deadline = time.monotonic() + 10
+    while not (tmp_path / "sruned").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    job.terminate()
+    job.communicate(timeout=20)
+    assert job.returncode == 42
+    assert (tmp_path / "requeued").exists()
