@@ -6,7 +6,8 @@ starts jobs of 2 processes with 2 simulated devices each, on this machine, and p
 seconds: from the start of a job that has a checkpoint to its first step, from SIGTERM to one
 process to the exit of all, and from the death of a process (kill -9, each in turn) to the exit of
 the other. Then it kills one process or the other at `--kills` random moments, from its start on,
-and compares the digest at the end with that of a job left alone.
+and compares the digest at the end with that of a job left alone. (Exit code 2 is that of a process
+that waited for one that was killed before it came.)
 """
 
 import argparse
@@ -130,7 +131,7 @@ def measure(folder, trials):
 
 def kill_at_random(folder, kills):
     """Kills one process or the other; returns the exit codes of those left, with their number."""
-    flags = ["--config.num_steps=600", "--config.checkpoint_every=10"]
+    flags = ["--config.num_steps=600", "--config.checkpoint_every=10", "--init_timeout=15"]
     chance, codes, worst = random.Random(0), collections.Counter(), 0.0
     for _ in range(kills):
         job = Job(folder, *flags, "--config.pause=0.02")

@@ -96,7 +96,7 @@ def _define_processes(own: flags.FlagValues) -> None:
     text = "Which of them this is, from 0."
     flags.DEFINE_integer("process_id", None, text, flag_values=own)
     text = "Seconds to wait for the other processes."
-    flags.DEFINE_float("init_timeout", 300, text, flag_values=own)
+    flags.DEFINE_float("init_timeout", 60, text, flag_values=own)
 
 
 class Options:
@@ -226,17 +226,10 @@ def _processes(own: flags.FlagValues) -> dict[str, Any]:
     address = given.pop("coordinator_address", None)
     return {
         "mode": own.jax_distributed,
-        "address": None if address is None else _address(address),
+        "address": None if address is None else Address.parse(address),
         **given,
         "init_timeout": own.init_timeout,
     }
-
-
-def _address(text: str) -> Address:
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise UsageError(f"--coordinator_address={text}: write HOST:PORT, the port from 1 to 65535")
-    return Address(host.strip("[]"), int(port))
 
 
 def _set_verbosity() -> None:

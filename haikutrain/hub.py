@@ -148,7 +148,7 @@ class Hub:
         self._heard(index)
         if not self._members:
             self._all_gone.set()
-        if died is not None and self._begun and not self._ended:
+        if died is not None and not self._ended:
             self._fail(index, LOST, died)
 
     # --- messages ---

@@ -75,6 +75,7 @@ class Job:
 
         Raises:
           UsageError: not all came in time, or they contradict each other.
+          PeerLost: one came and died.
           Stopped: a signal came first.
         """
         deadline = time.monotonic() + seconds
@@ -88,7 +89,7 @@ class Job:
             with self._changed:
                 self._changed.wait_for(lambda: self._begun or self.failure, 0.2)
             if self.failure is not None:
-                raise UsageError(self.failure.text)
+                raise self.lost() if self.failure.code == LOST else UsageError(self.failure.text)
             if name := signals.received():
                 raise Stopped(f"{name} came before all processes of the job were there")
             if not self._begun and time.monotonic() > deadline:
@@ -171,7 +172,7 @@ class Job:
         except TimeoutError:
             self._lost(f"process 0 gave no sign of life for {SILENCE:.0f} seconds")
         except (OSError, EOFError, Garbled):
-            if not self._begun:
+            if not self._begun and self._waiting_for is None:
                 raise
             self._lost("process 0 died")
         finally:
@@ -331,7 +332,8 @@ class Job:
             self._relay.close()
         if self._hub is not None and self._hub.server is not None:
             self._hub.server.close()
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        # Again and again: until Python 3.12 `wait_for` may lose a cancellation.
+        while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks, timeout=0.1)

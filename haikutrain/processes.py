@@ -1,6 +1,7 @@
 """Several processes that train together. The one door to `jax.distributed`.
 
-With one process every function here does the obvious, and costs nothing.
+With one process every function here does the obvious, and costs nothing. A script that trains with
+`haikutrain.train` calls `start` first and `leave` last, instead of `jax.distributed.initialize`.
 """
 
 import contextlib
@@ -47,25 +48,28 @@ def count() -> int:
 def start(
     mode: str = "auto",
     *,
-    address: Address | None = None,
+    address: Address | str | None = None,
     num_processes: int | None = None,
     process_id: int | None = None,
-    init_timeout: float = 300,
+    init_timeout: float = 60,
 ) -> None:
     """Joins the processes of a job. To be called before any JAX backend starts.
 
     Args:
       mode: "on", "off", or "auto": on where arguments or the environment (Open MPI, SLURM, TPU
         pods, Kubernetes) say that there are several.
-      address: where process 0 listens; None to take it from the environment, as the next two.
+      address: where process 0 listens, HOST:PORT; None if the environment says so, as the next two.
       num_processes: all of them.
       process_id: this one.
       init_timeout: seconds to wait for the others.
 
     Raises:
       UsageError: not all processes came in time, they contradict each other, or the port is taken.
+      PeerLost: one of them came and died.
       Stopped: a signal came while it waited.
     """
+    if isinstance(address, str):
+        address = Address.parse(address)
     given = (address, num_processes, process_id)
     if mode == "off" or (mode == "auto" and given == (None, None, None) and not cluster.present()):
         return

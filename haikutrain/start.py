@@ -58,6 +58,11 @@ class Task:
 
     def _agree(self) -> list[dict[str, Any]]:
         """The fingerprints of the training data of all processes, which must do the same."""
+        if jax.process_count() != processes.count():
+            raise UsageError(
+                "these processes were not joined by haikutrain: call haikutrain.processes.start "
+                "instead of jax.distributed.initialize, and haikutrain.processes.leave at the end"
+            )
         fingerprint = self.feed.fingerprint()
         same = {
             "the experiment": self.name,

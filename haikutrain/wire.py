@@ -8,6 +8,8 @@ import os
 import socket
 from typing import Any
 
+from haikutrain.errors import UsageError
+
 Message = dict[str, Any]
 
 _LENGTH = 4
@@ -20,6 +22,16 @@ class Address:
 
     host: str
     port: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Address":
+        """Of `HOST:PORT`; raises UsageError."""
+        host, _, port = text.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise UsageError(
+                f"--coordinator_address={text}: write HOST:PORT, the port from 1 to 65535"
+            )
+        return cls(host.strip("[]"), int(port))
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"

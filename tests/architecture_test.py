@@ -27,7 +27,8 @@ LAYERS = [
     {"console", "nonfinite", "pictures", "prefetch", "pixels", "processes", "schedules", "sources"},
     {"cluster", "job"},
     {"hub"},
-    {"errors", "signals", "wire"},
+    {"wire"},
+    {"errors", "signals"},
 ]
 
 # Who may import a library, where it is not everyone.

@@ -210,3 +210,36 @@ def test_a_signal_ends_the_wait_for_the_others(monkeypatch):
 )
 def test_a_job_on_loopback_listens_there_only(host, bind):
     assert Address(host, 1234).bind == bind
+
+
+@pytest.mark.parametrize("dies", range(2))
+def test_who_dies_before_all_are_there_is_lost_at_once(dies):
+    address = Address("127.0.0.1", free_port())
+    jobs = [Job(index, 3, address, print) for index in range(2)]  # The third never comes.
+    errors = {}
+
+    def meet(one):
+        with pytest.raises(PeerLost) as caught:
+            one.meet(60)
+        errors[one.index] = str(caught.value)
+
+    threads = [threading.Thread(target=meet, args=(one,)) for one in jobs]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + 10
+    while jobs[1]._waiting_for != [2]:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+    async def cut():
+        writers = jobs[0]._hub._members.values() if dies == 0 else [jobs[1]._writer]
+        for writer in list(writers):
+            writer.transport.abort()
+
+    jobs[dies]._run(cut()).result(5)
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert f"process {dies} died" in errors[1 - dies]
+    for one in jobs:
+        one.close()

@@ -222,15 +222,22 @@ def tiny_module(configs):
     return module
 
 
-def test_evaluation_alone_gives_the_same_and_speaks_once(start, configs, straight, log_lines):
+def test_evaluation_alone_gives_the_same_and_speaks_once(
+    start, configs, straight, log_lines, tiny_module, tmp_path
+):
     flags = [f"--config={configs / 'sharded.py'}", f"--workdir={straight[0]}", "--mode=eval"]
-    job = start(commands(2, 1, *flags))
+    job = start(commands(2, 1, *flags, f"--predictions={tmp_path / 'rows.npz'}"))
     assert job.codes() == [0, 0], job.output()
     last = log_lines(straight[0], "uneven")[-1]
     assert f"uneven loss {last['loss']:.6g}" in job.output(0).splitlines()
     assert job.output(1) == ""
     lines = (straight[0] / "metrics_eval.jsonl").read_text().splitlines()
     assert [json.loads(line)["split"] for line in lines] == ["uneven", "one"]
+    # Each example once: a batch of process 0, one of process 1, the next of process 0, ...
+    kept = np.load(tmp_path / "rows.npz")["uneven/kept"]
+    first, second = (tiny_module.held_out("uneven", process) for process in range(2))
+    parts = [first[0], second[0], first[1], first[2]]
+    np.testing.assert_array_equal(kept, np.concatenate([part["x"][:, 0] for part in parts]))
 
 
 def test_layouts_train_alike_and_resume_each_others_checkpoints(start, configs, tmp_path, main):

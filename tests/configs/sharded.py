@@ -67,7 +67,10 @@ class Sharded(haikutrain.Experiment):
         y = hk.Linear(1)(batch["x"])[:, 0]
         weight = hk.get_parameter("weight", [], init=hk.initializers.Constant(0.5))
         first = batch["x"][:, 0]
-        return optax.l2_loss(weight * y - first) + 0.0 * weight, {"first": first}
+        return optax.l2_loss(weight * y - first) + 0.0 * weight, {
+            "first": first,
+            "kept": haikutrain.Rows(first),
+        }
 
     def optimizer(self):
         return optax.adam(0.01)
