@@ -45,6 +45,8 @@ class Job:
         self.index = index
         self.count = count
         self.failure: Failure | None = None
+        self.joined = False
+        """To be set once JAX knows of the others, too."""
         self._address = address
         self._on_failure = on_failure
         self._changed = threading.Condition()
@@ -232,11 +234,6 @@ class Job:
             self._changed.notify_all()
 
     # --- together ---
-
-    @property
-    def begun(self) -> bool:
-        """Whether all processes have been there."""
-        return self._begun
 
     def gather(self, what: str, text: str) -> list[str]:
         """The texts of all processes, in their order, in all of them.

@@ -16,8 +16,8 @@ from typing import Any, NoReturn, TypeVar
 
 from absl import logging
 
-from haikutrain import cluster, signals
-from haikutrain.errors import CheckpointDamaged, PeerLost, UsageError
+from haikutrain import cluster, errors, signals
+from haikutrain.errors import PeerLost, UsageError
 from haikutrain.hub import LOST
 from haikutrain.job import Failure, Job
 from haikutrain.wire import Address
@@ -90,8 +90,7 @@ def start(
         )
     if not 0 <= process_id < num_processes:
         raise UsageError(
-            f"--process_id={process_id}: with --num_processes={num_processes} it must be from 0 to "
-            f"{num_processes - 1}"
+            f"--process_id={process_id}: it must be from 0 to --num_processes={num_processes} - 1"
         )
     _join(address, num_processes, process_id, local_ids, init_timeout)
 
@@ -133,6 +132,7 @@ def _join(
             )
         except RuntimeError as error:
             raise UsageError(f"the processes cannot be joined: {error}") from error
+    _job.joined = True
 
 
 @contextlib.contextmanager
@@ -190,8 +190,8 @@ def agree(same: Mapping[str, Any], own: Value) -> list[Value]:
 def from_main(what: str, function: Callable[[], Value]) -> Value:
     """What `function` returns in process 0, which alone calls it, in all processes.
 
-    What it returns must be of JSON's own types. A UsageError or CheckpointDamaged is raised in
-    all of them.
+    What it returns must be of JSON's own types. An error of `haikutrain.errors` is raised in all of
+    them.
     """
     if _job is None:
         return function()
@@ -199,12 +199,13 @@ def from_main(what: str, function: Callable[[], Value]) -> Value:
     if _job.index == 0:
         try:
             outcome = {"value": function()}
-        except (UsageError, CheckpointDamaged) as error:
-            outcome = {type(error).__name__: str(error)}
+        except Exception as error:
+            if not hasattr(errors, type(error).__name__):
+                raise
+            outcome = {"error": type(error).__name__, "text": str(error)}
     outcome = gather(what, outcome)[0]
-    for kind in (UsageError, CheckpointDamaged):
-        if kind.__name__ in outcome:
-            raise kind(outcome[kind.__name__])
+    if "error" in outcome:
+        raise getattr(errors, outcome["error"])(outcome["text"])
     return outcome["value"]
 
 
@@ -245,13 +246,12 @@ def leave(code: int, text: str | None = None, error: BaseException | None = None
       `code`.
     """
     if _job is None:
-        if text is not None:
-            _say(text)
+        _say(text)
         return code
     _leaving.set()
     _ending.acquire()  # And never released: from now on nobody else ends this process.
-    if code == 42 and not _job.begun:
-        _say(text or "")
+    if code == 42 and not _job.joined:
+        _say(text)
         _job.close()
         return code
     if code in (0, 42):
@@ -260,7 +260,7 @@ def leave(code: int, text: str | None = None, error: BaseException | None = None
         except PeerLost as lost:
             error = lost
         else:
-            if text is not None and _job.index == 0:
+            if _job.index == 0:
                 _say(text)
             return code
     return _end(_fail(_job, code, text, error))
@@ -275,7 +275,7 @@ def _fail(job: Job, code: int, text: str | None, error: BaseException | None) ->
             traceback.print_exception(error)
         summary = text.removeprefix("error: ") if text else f"{type(error).__name__}: {error}"
         heard = job.fail(code, summary if code == 2 else f"process {job.index} ended: {summary}")
-        if text is not None and (job.index == 0 or not heard):
+        if job.index == 0 or not heard:
             _say(text)
     job.wait_heard(5)
     return code
@@ -301,11 +301,10 @@ def _is_consequence(job: Job, error: BaseException | None) -> bool:
 
 
 def _is_native(error: BaseException | None) -> bool:
-    """Whether it comes from XLA, which raises ValueErrors too, beginning with a status."""
-    jax = sys.modules.get("jax")
-    if jax is not None and isinstance(error, jax.errors.JaxRuntimeError):
-        return True
-    return isinstance(error, ValueError) and bool(re.match(r"[A-Z]+(_[A-Z]+)*: ", str(error)))
+    """Whether it comes from XLA, which also raises ValueErrors that begin with a status."""
+    if isinstance(error, ValueError):
+        return bool(re.match(r"[A-Z]+(_[A-Z]+)*: ", str(error)))
+    return type(error).__name__ == "JaxRuntimeError"
 
 
 def _consequence(job: Job) -> int:
@@ -314,7 +313,7 @@ def _consequence(job: Job) -> int:
     assert failure is not None
     if failure.code == 2:
         if job.index in (0, failure.process):
-            _say(f"error: {failure.text}" + job.begun * f" (process {failure.process})")
+            _say(f"error: {failure.text}" + job.joined * f" (process {failure.process})")
         return 2
     if job.index == 0 or (failure.process, failure.code) == (0, LOST):
         _say(str(job.lost()))
@@ -334,8 +333,8 @@ def _end_soon(failure: Failure) -> None:
 
 
 def _commit() -> None:
-    for wait in list(_commits):
-        with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception):
+        for wait in list(_commits):
             wait()
 
 
@@ -346,5 +345,6 @@ def _end(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _say(text: str) -> None:
-    print(f"haikutrain: {' '.join(text.split())}", file=sys.stderr, flush=True)
+def _say(text: str | None) -> None:
+    if text is not None:
+        print(f"haikutrain: {' '.join(text.split())}", file=sys.stderr, flush=True)
