@@ -24,7 +24,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import haikutrain
-from haikutrain import config_file, devices, updates
+from haikutrain import config_file, devices, metrics, updates
 from haikutrain.start import Task
 
 # By experiment the steps a chunk: half a second or so.
@@ -105,7 +105,7 @@ def checked_loop(experiment: haikutrain.Experiment, steps: int = 3) -> Loop:
     state = task.programs.init()
     loop = Loop(experiment, devices.place(state))
     loop.run(steps)
-    sums = devices.place(np.zeros(len(task.programs.metric_names), np.float32))
+    sums = devices.place(metrics.empty_window(task.programs.metric_names))
     with task.feed.items(((step, 1) for step in range(steps)), None) as items:
         for item in items:
             state, sums = task.programs.update(state, sums, item)

@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import hand
 import jax
 import numpy as np
 import pairs
+from peers import hand
 
 import haikutrain
 from haikutrain import devices

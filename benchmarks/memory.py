@@ -14,9 +14,9 @@ import resource
 import tempfile
 
 import cases
-import hand
 import numpy as np
 import pairs
+from peers import hand
 
 import haikutrain
 from haikutrain import devices
@@ -41,9 +41,7 @@ def measure(side: str, count: int) -> None:
         os._exit(0)
 
     if side == "by hand":
-        loop = hand.Loop(
-            case.loss, case.optimizer, haikutrain.digits("train"), case.experiment.config.batch_size
-        )
+        loop = hand.Loop(case)
         loop.run(STEPS)
         leave(float(np.asarray(loop.state[1]["batch_norm/~/mean_ema"]["average"]).mean()))
     case.experiment.config.log_every = STEPS // 2

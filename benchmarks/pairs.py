@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import haikutrain
+from haikutrain import loop
 
 FAR = 1 << 30
 """A number of steps, or a period, that no benchmark reaches; a multiple of any K used here."""
@@ -40,6 +41,8 @@ class Row:
     target: float
     at_most: bool = False
     """Whether the target is a bound from above."""
+    total: float | None = None
+    """The ratio of the sums over all pairs: what is rare, such as a save, is in it."""
 
     @property
     def good(self) -> bool:
@@ -60,15 +63,55 @@ def compare(
     The ratio is that of speeds: above 1 the first side is faster. Who begins changes with each
     pair, so that a drift of the machine's speed favours neither.
     """
-    times = []
-    for number in range(pairs):
+    (result,) = rounds(first, [Side(name, second, target, pairs)], per=per)
+    return result
+
+
+@dataclasses.dataclass
+class Side:
+    """What is compared with the first side."""
+
+    name: str
+    run: Callable[[], float]
+    target: float
+    pairs: int
+    """How many; the one with the most runs in every round, the others in some."""
+
+
+def rounds(first: Callable[[], float], sides: Sequence[Side], *, per: int) -> list[Row]:
+    """Runs the first side and others in turn, in rounds; each ratio is of one round.
+
+    Who begins changes with each round, so that a drift of the machine's speed favours no side.
+    """
+    count = max(side.pairs for side in sides)
+    times: dict[str, list[tuple[float, float]]] = {side.name: [] for side in sides}
+    for number in range(count):
+        turn = [
+            side
+            for side in sides
+            if (number + 1) * side.pairs // count > number * side.pairs // count
+        ]
         if number % 2:
-            b, a = second(), first()
+            seconds = {side.name: side.run() for side in turn}
+            own = first()
         else:
-            a, b = first(), second()
-        times.append((a, b))
-    a, b = (statistics.median(side) / per * 1e6 for side in zip(*times, strict=True))
-    return row(name, a, b, "us", [b / a for a, b in times], target)
+            own = first()
+            seconds = {side.name: side.run() for side in reversed(turn)}
+        for name, other in seconds.items():
+            times[name].append((own, other))
+    rows = []
+    for side in sides:
+        a, b = zip(*times[side.name], strict=True)
+        result = row(
+            side.name,
+            statistics.median(a) / per * 1e6,
+            statistics.median(b) / per * 1e6,
+            "us",
+            [y / x for x, y in zip(a, b, strict=True)],
+            side.target,
+        )
+        rows.append(dataclasses.replace(result, total=sum(b) / sum(a)))
+    return rows
 
 
 def row(
@@ -108,6 +151,7 @@ def show(rows: Sequence[Row], first: str, second: str) -> None:
         "ratio",
         "95 % of the median",
         "half of the pairs",
+        "of sums",
         "pairs",
         "target",
     ]
@@ -121,6 +165,7 @@ def show(rows: Sequence[Row], first: str, second: str) -> None:
                 f"{r.ratio:.3f}",
                 "{:.3f} to {:.3f}".format(*r.interval),
                 "{:.3f} to {:.3f}".format(*r.quartiles),
+                "" if r.total is None else f"{r.total:.3f}",
                 str(r.pairs),
                 f"{'<=' if r.at_most else '>='} {r.target:g}{'' if r.good else '  MISSED'}",
             ]
@@ -138,12 +183,14 @@ def show(rows: Sequence[Row], first: str, second: str) -> None:
 class Paced:
     """`haikutrain.train` in a thread that goes on for one chunk of steps when it is asked to.
 
-    It is the loop that users run, with its console, `metrics.jsonl` and TensorBoard. A hook stops
-    the clock when the devices have done the chunk's last step, and the thread then waits in it: no
-    work is left for it while the other side is timed.
+    It is the loop that users run, with its console, `metrics.jsonl`, TensorBoard and checkpoints. A
+    hook stops the clock when the devices have done the chunk's last step and the last save is
+    committed, and the thread then waits in it: no work is left for it while the other side is
+    timed. The hook runs before a save of the same step, so that this save is in the next chunk,
+    with steps beside it.
 
     Args:
-      experiment: what to train; without an end, a checkpoint or an evaluation before the last step.
+      experiment: what to train; without an end or an evaluation before the last step.
       chunk: steps a chunk.
     """
 
@@ -152,6 +199,7 @@ class Paced:
         self._results: queue.Queue[Any] = queue.Queue()
         self._ending = False
         self._started = 0.0
+        self._checkpointers: list[Any] = []
         experiment.hooks = lambda: [haikutrain.every(chunk, self._pause)]  # type: ignore[method-assign]
         self._thread = threading.Thread(target=self._run, args=(experiment,))
         self._thread.start()
@@ -159,13 +207,16 @@ class Paced:
 
     def _run(self, experiment: haikutrain.Experiment) -> None:
         try:
-            with tempfile.TemporaryDirectory() as workdir:
+            with tempfile.TemporaryDirectory() as workdir, _watched_checkpointer() as made:
+                self._checkpointers = made
                 haikutrain.train(experiment, workdir)
         except BaseException as error:
             self._results.put(error)
 
     def _pause(self, info: haikutrain.StepInfo) -> None:
         info.state.step.block_until_ready()
+        for checkpointer in self._checkpointers:
+            checkpointer.wait()
         self._results.put(time.perf_counter() - self._started)
         self._go.acquire()
         if self._ending:
@@ -187,6 +238,22 @@ class Paced:
         self._ending = True
         self._go.release()
         self._thread.join()
+
+
+@contextlib.contextmanager
+def _watched_checkpointer() -> Iterator[list[Any]]:
+    """The checkpointers that this thread's run makes."""
+    made: list[Any] = []
+    own, plain = threading.get_ident(), loop.Checkpointer
+
+    class Watched(plain):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, **kwargs: Any):
+            super().__init__(*args, **kwargs)
+            if threading.get_ident() == own:
+                made.append(self)
+
+    loop.Checkpointer = Watched  # type: ignore[misc]
+    yield made
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from haikutrain.config import base_config as base_config
 from haikutrain.data import ArrayDataset as ArrayDataset
 from haikutrain.data import digits as digits
 from haikutrain.errors import CheckpointDamaged as CheckpointDamaged
+from haikutrain.errors import CheckpointUnreadable as CheckpointUnreadable
 from haikutrain.errors import NonFinite as NonFinite
 from haikutrain.errors import PeerLost as PeerLost
 from haikutrain.errors import SavesFailed as SavesFailed
@@ -19,7 +20,6 @@ from haikutrain.hooks import StepInfo as StepInfo
 from haikutrain.hooks import every as every
 from haikutrain.leaves import digest as digest
 from haikutrain.leaves import take as take
-from haikutrain.loop import ReplicasDiffer as ReplicasDiffer
 from haikutrain.loop import evaluate as evaluate
 from haikutrain.loop import restore as restore
 from haikutrain.loop import train as train
@@ -33,6 +33,7 @@ from haikutrain.optimizers import optimizer_config as optimizer_config
 from haikutrain.optimizers import scale_by_learning_rate as scale_by_learning_rate
 from haikutrain.pictures import grid as grid
 from haikutrain.pipeline import GrainDataset as GrainDataset
+from haikutrain.saving import ReplicasDiffer as ReplicasDiffer
 from haikutrain.schedules import epochs as epochs
 from haikutrain.schedules import warmup_constant as warmup_constant
 from haikutrain.schedules import warmup_cosine as warmup_cosine

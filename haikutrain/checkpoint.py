@@ -1,4 +1,4 @@
-"""Checkpoints on disk: save, restore, keep, best. The only door to Orbax.
+"""Checkpoints on disk: save, restore, keep, best, and what to do about damaged ones.
 
 `<directory>/<step>/` holds one Orbax item per field of the state, NumPy arrays without a device
 axis, and three JSON items: `meta` (what is known about the run), `data` (the position of the input)
@@ -7,13 +7,16 @@ and `checksums` (shape, dtype and CRC-32 of every leaf: Orbax's array data has n
 
 import concurrent.futures
 import dataclasses
+import os
 import pathlib
-import shutil
-from collections.abc import Mapping, Sequence
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import jax
 import numpy as np
+from absl import logging
 
 from haikutrain import leaves
 from haikutrain.checkpoint_folder import (
@@ -24,9 +27,13 @@ from haikutrain.checkpoint_folder import (
     list_steps,
     make_checksums,
     make_items,
+    named_steps,
+    other_folders,
+    set_aside,
     state_fields,
 )
-from haikutrain.errors import UsageError
+from haikutrain.checkpoint_store import Store, read_arrays
+from haikutrain.errors import CheckpointDamaged, CheckpointMissing, UsageError
 from haikutrain.leaves import digest
 from haikutrain.positions import decode, encode
 
@@ -39,9 +46,8 @@ __all__ = [
     "find_checkpoint",
 ]
 
-_TRASH = ".trash"
-
 State = TypeVar("State")
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,17 +102,15 @@ class Checkpointer:
         self._best_metric = best_metric
         self._best_mode = best_mode
         self._read_only = read_only
-        self._opened = False
         self._closed = False
-        self._manager: Any = None
+        self._store: Store | None = None
         self._worker: concurrent.futures.ThreadPoolExecutor | None = None
         self._pending: concurrent.futures.Future | None = None
 
     def steps(self) -> list[int]:
         """The steps with a committed checkpoint, in ascending order, as the disk has them now."""
-        if not self.directory.exists():
-            return []
-        self._open()
+        if self._writes() and not self._closed and self.directory.exists():
+            self._open()
         return list_steps(self.directory)
 
     def latest_step(self) -> int | None:
@@ -127,6 +131,7 @@ class Checkpointer:
         meta: Mapping[str, Any],
         data: Any,
         metrics: Mapping[str, float] | None = None,
+        before: Callable[[Mapping[leaves.Keys, np.ndarray]], None] = lambda arrays: None,
     ) -> None:
         """Starts to save `state` as checkpoint `step`, once the save before is committed.
 
@@ -136,10 +141,13 @@ class Checkpointer:
           meta: what to know about the run: JSON's own types, non-finite floats included.
           data: the input's position, see `encode`.
           metrics: numbers to judge checkpoints by.
+          before: is called in the worker with the leaves on the host, before anything is written;
+            what it raises is what the save fails with.
 
         Raises:
           UsageError: the state or the position cannot be stored.
           RuntimeError: read-only, closed, or `step` is not new.
+          OSError: nothing can be written there.
           Exception: whatever the save before failed with.
         """
         self.wait()
@@ -152,7 +160,7 @@ class Checkpointer:
         if latest is not None and step <= latest:
             raise RuntimeError(f"cannot save step {step}: {self.directory} already has {latest}")
         if (self.directory / str(step)).exists():
-            raise RuntimeError(
+            raise FileExistsError(
                 f"cannot save step {step}: {self.directory / str(step)} is in the way and is no"
                 " checkpoint; move it elsewhere"
             )
@@ -160,8 +168,10 @@ class Checkpointer:
         table = {keys: leaves.describe(leaves.join(keys), leaf) for keys, leaf in flat.items()}
         items = make_items(int(step), state, table, meta=meta, data=data, metrics=metrics or {})
         if self._worker is None:
-            self._worker = concurrent.futures.ThreadPoolExecutor(1, "haikutrain-checkpoint")
-        self._pending = self._worker.submit(self._write, int(step), [flat], table, items)
+            self._worker = concurrent.futures.ThreadPoolExecutor(
+                1, "haikutrain-checkpoint", initializer=_give_way
+            )
+        self._pending = self._worker.submit(self._write, int(step), [flat], table, items, before)
 
     def wait(self) -> None:
         """Returns when every save is committed; raises what a save failed with, once."""
@@ -175,6 +185,10 @@ class Checkpointer:
             if pending.done():
                 self._pending = None
 
+    def is_idle(self) -> bool:
+        """Whether no save is under way: `wait` would return, or raise, at once."""
+        return self._pending is None or self._pending.done()
+
     def close(self) -> None:
         """Waits for the last save, raising what it failed with; then releases all. Idempotent."""
         try:
@@ -183,9 +197,9 @@ class Checkpointer:
             self._closed = True
             if self._worker is not None:
                 self._worker.shutdown()
-            if self._manager is not None:
-                self._manager.close()
-            self._worker = self._manager = None
+            if self._store is not None:
+                self._store.close()
+            self._worker = self._store = None
 
     def restore(
         self, step: int, target: State, *, fields: Sequence[str] | None = None
@@ -219,7 +233,7 @@ class Checkpointer:
                 f" it was written with, or use another workdir): {'; '.join(found)}"
             )
         meta, data = folder.meta(), folder.data()
-        arrays = _read_arrays(folder, saved)
+        arrays = read_arrays(folder, saved)
         # `wanted` is in the order in which JAX flattens the fields.
         values = [leaves.wrap(arrays[path], leaf) for path, leaf in wanted.items()]
         changes = jax.tree.unflatten(jax.tree.structure(parts), values)
@@ -232,117 +246,100 @@ class Checkpointer:
         The state comes as a table of its leaves by path; typed keys as their uint32 data.
         """
         folder = Folder(self.directory, step)
-        arrays = _read_arrays(folder, folder.leaves())
+        arrays = read_arrays(folder, folder.leaves())
         return Restored(arrays, folder.meta(), folder.data())
+
+    def newest_good(self, read: Callable[[int], T]) -> T | None:
+        """What `read` makes of the newest checkpoint that is not damaged; None if there is none.
+
+        A warning names each one that is passed over. A writer moves these into `.damaged/`, with
+        whatever else has a step's name and is no checkpoint, so that their steps can be saved
+        again; it does so only once a good one is found, for else the fault may be the reader's.
+
+        Args:
+          read: given a step, raises CheckpointDamaged or CheckpointMissing if it is not good; any
+            other error ends the search.
+
+        Raises:
+          CheckpointDamaged: there are only damaged ones.
+        """
+        self.steps()  # A writer removes what a killed process left.
+        damaged: dict[int, CheckpointDamaged] = {}
+        tried: set[int] = set()
+        # Listed anew each time: if a trainer deletes what is being read, it has a newer one.
+        while left := set(named_steps(self.directory)) - tried:
+            step = max(left)
+            tried.add(step)
+            try:
+                Folder(self.directory, step).check_is_checkpoint()
+                result = read(step)
+            except CheckpointDamaged as error:
+                damaged[step] = error
+            except CheckpointMissing:
+                continue
+            else:
+                self._pass_over(damaged, step)
+                return result
+        if not damaged:
+            return None
+        newest = max(damaged)
+        others = [str(step) for step in sorted(damaged) if step != newest]
+        so_are = f", as are those of {', '.join(others)}" if others else ""
+        raise CheckpointDamaged(
+            f"{damaged[newest]}{so_are}; there is no good one to go on from: put the files back, "
+            "or move that folder away to start anew"
+        )
+
+    def _pass_over(self, damaged: Mapping[int, CheckpointDamaged], good: int) -> None:
+        """Warns of damaged checkpoints, and moves them away if this process writes here."""
+        if self._writes():
+            strays = set(named_steps(self.directory)) - set(list_steps(self.directory))
+            for step in sorted({*damaged, *strays}):
+                why = damaged.get(step) or f"{self.directory / str(step)} is no checkpoint"
+                moved = set_aside(self.directory, step)
+                self._open().forget()
+                logging.warning("%s; moved to %s; going on from step %d", why, moved, good)
+            for name in other_folders(self.directory):
+                where = self.directory / name
+                logging.warning("%s is no checkpoint; it is left where it is", where)
+        else:
+            for error in damaged.values():
+                logging.warning("%s; passed over for step %d", error, good)
 
     def read_meta(self, step: int) -> dict[str, Any]:
         """The metadata of checkpoint `step`, its arrays unread. Raises as `restore` does."""
         return Folder(self.directory, step).meta()
 
-    def _open(self) -> None:
-        """Makes a writer's directory, and removes what a killed process left in it."""
-        if self._opened or self._read_only or jax.process_index() != 0:
-            return
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self._remove_leftovers()
-        # Now, for the first import of Orbax in the worker would hold up the training loop.
-        self._manager = _make_manager(self)
-        self._opened = True
+    def _open(self) -> Store:
+        """What writes; only in the process that does."""
+        if self._store is None:
+            self._store = Store(self.directory, self._expired)
+        return self._store
 
-    def _remove_leftovers(self) -> None:
-        for path in [self.directory / _TRASH, *self.directory.glob("*.orbax-checkpoint-tmp*")]:
-            shutil.rmtree(path, ignore_errors=True)
+    def _writes(self) -> bool:
+        return not self._read_only and jax.process_index() == 0
 
-    def _write(self, step: int, box: list, table: dict, items: dict[str, Any]) -> None:
+    def _expired(self) -> set[int]:
+        return set(list_steps(self.directory)[: -self.keep]) - {self.best_step()}
+
+    def _write(
+        self,
+        step: int,
+        box: list,
+        table: dict,
+        items: dict[str, Any],
+        before: Callable[[Mapping[leaves.Keys, np.ndarray]], None],
+    ) -> None:
         """Commits one checkpoint; runs in the worker."""
-        import orbax.checkpoint as ocp
-
         # In a box, so that the device's copy is freed as soon as the host has its own.
         arrays = leaves.fetch(box.pop())
+        before(arrays)
         items = {**items, "checksums": make_checksums(table, arrays, items)}
-        args: dict[str, Any] = {name: ocp.args.JsonSave(item) for name, item in items.items()}
-        # Orbax stores neither empty trees nor arrays without elements; the table knows of them.
-        for name in {keys[0] for keys, leaf in table.items() if leaf.size}:
-            values = {k[1:]: array for k, array in arrays.items() if k[0] == name and array.size}
-            args[name] = ocp.args.PyTreeSave(leaves.nest(values))
-        try:
-            if self._manager is None:
-                self._manager = _make_manager(self)
-            # Not forced, Orbax would answer False to a step that it thinks untimely.
-            self._manager.save(step, args=ocp.args.Composite(**args), force=True)
-        except BaseException:
-            # This manager counts the failed save as there.
-            self._manager = None
-            raise
-        finally:
-            self._remove_leftovers()
+        self._open().write(step, table, arrays, items)
 
 
-class _Retention:
-    """Orbax's preservation policy: the newest, the best, and whatever is no checkpoint."""
-
-    def __init__(self, checkpointer: Checkpointer):
-        self._checkpointer = checkpointer
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        del context
-        steps = self._checkpointer.steps()
-        expired = set(steps[: -self._checkpointer.keep]) - {self._checkpointer.best_step()}
-        return [checkpoint.step not in expired for checkpoint in checkpoints]
-
-
-def _make_manager(checkpointer: Checkpointer) -> Any:
-    import orbax.checkpoint as ocp
-
-    options = _multiprocessing(ocp)
-    arrays = ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=options)
-    texts = ocp.JsonCheckpointHandler(multiprocessing_options=options)
-    registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
-    registry.add(None, ocp.args.PyTreeSave, arrays)
-    registry.add(None, ocp.args.JsonSave, texts)
-    manager = ocp.CheckpointManager(
-        checkpointer.directory,
-        options=ocp.CheckpointManagerOptions(
-            create=False,
-            todelete_subdir=_TRASH,
-            enable_async_checkpointing=False,
-            preservation_policy=_Retention(checkpointer),
-            save_root_metadata=False,
-            multiprocessing_options=options,
-        ),
-        handler_registry=registry,
-    )
-    # Preemption is the training loop's affair; here it would be a call that all processes share.
-    manager.reached_preemption = lambda step: False
-    return manager
-
-
-def _read_arrays(folder: Folder, table: Mapping[str, leaves.Leaf]) -> dict[str, np.ndarray]:
-    """The values of the leaves in `table` (all leaves of some fields), verified."""
-    import orbax.checkpoint as ocp
-
-    options = _multiprocessing(ocp)
-    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=options)
-    arrays = {
-        path: np.zeros(leaf.shape, leaves.numpy_dtype(leaf.dtype))
-        for path, leaf in table.items()
-        if not leaf.size
-    }
-    with ocp.Checkpointer(handler, multiprocessing_options=options) as reader:
-        for name in dict.fromkeys(item_of(path) for path, leaf in table.items() if leaf.size):
-            # Without a target: given one, Orbax bends shapes and dtypes to it in silence.
-            with folder.reading(name):
-                found = leaves.leaf_table({name: reader.restore(folder.path / name)})
-            folder.verify(name, found)
-            arrays.update(found)
-    return arrays
-
-
-def _multiprocessing(ocp: Any) -> Any:
-    """Orbax's options for a process that acts alone, so that one that fails hangs no other."""
-    if jax.process_count() == 1:
-        return ocp.options.MultiprocessingOptions()
-    own = jax.process_index()
-    return ocp.options.MultiprocessingOptions(
-        primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"haikutrain_{own}"
-    )
+def _give_way() -> None:
+    """Lowers the priority of this thread, and of those that it starts: training goes first."""
+    # A thread's own on Linux; elsewhere it would be the process's.
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)

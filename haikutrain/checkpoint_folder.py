@@ -7,17 +7,26 @@ import contextlib
 import dataclasses
 import functools
 import importlib.metadata
+import itertools
 import json
 import math
+import os
 import pathlib
 import re
+import stat
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from haikutrain.errors import CheckpointDamaged, UsageError
+from haikutrain import os_errors
+from haikutrain.errors import (
+    CheckpointDamaged,
+    CheckpointMissing,
+    CheckpointUnreadable,
+    UsageError,
+)
 from haikutrain.leaves import Keys, Leaf, crc32, join
 from haikutrain.positions import decode, encode
 
@@ -27,12 +36,18 @@ FORMAT = 1
 RESERVED = ("data", "meta", "checksums", "metrics", "default")
 """Names that a field of a state cannot have: these items are ours, or Orbax's own."""
 
+DAMAGED = ".damaged"
+"""The folder inside a directory of checkpoints for what was found damaged."""
+
+_STEP = re.compile("0|[1-9][0-9]*")
+
 
 class Folder:
-    """`<directory>/<step>/`, for reading. Every method may raise two errors.
+    """`<directory>/<step>/`, for reading. Every method may raise three errors.
 
-    UsageError: the directory has no checkpoint of that step, or has it no longer.
-    CheckpointDamaged: an item is missing, cannot be read, or is not what its checksum says.
+    CheckpointMissing: the directory has no checkpoint of that step, or has it no longer.
+    CheckpointDamaged: an item is missing, makes no sense, or is not what its checksum says.
+    CheckpointUnreadable: the files cannot be read now, for a reason that is not in them.
     """
 
     def __init__(self, directory: pathlib.Path, step: int):
@@ -49,6 +64,11 @@ class Folder:
         meta = self._json("meta")
         if meta.get("step") != self.step:
             raise self.damaged("meta", f"it is of step {meta.get('step')}: the folder was renamed")
+        if meta.get("format", FORMAT) != FORMAT:
+            raise UsageError(
+                f"checkpoint {self.path} is in format {meta['format']}, and this version of "
+                f"haikutrain reads format {FORMAT}; use the version that wrote it"
+            )
         return meta
 
     def data(self) -> Any:
@@ -62,36 +82,53 @@ class Folder:
             for path, entry in self._checksums["leaves"].items()
         }
 
-    def verify(self, field: str, arrays: Mapping[str, np.ndarray]) -> None:
-        """Checks that `arrays`, by path, are the leaves of a field that were saved, bit for bit.
+    def checks(self, field: str, arrays: Mapping[str, np.ndarray]) -> list[Callable[[], None]]:
+        """Functions that check that `arrays`, by path, are the leaves of a field, bit for bit.
 
-        Leaves without elements were not stored and are not expected.
+        One for each leaf, to be called in any thread; each may raise CheckpointDamaged. Leaves
+        without elements were not stored and are not expected.
         """
         saved = {p: leaf for p, leaf in self.leaves().items() if leaf.size and item_of(p) == field}
-        for path in sorted(saved.keys() | arrays.keys()):
-            if path not in arrays or path not in saved:
-                raise self.damaged(field, f"{path} is missing, or was never saved")
-            array, leaf = arrays[path], saved[path]
-            if (array.shape, array.dtype.name) != (leaf.shape, leaf.dtype):
-                raise self.damaged(field, f"{path} is not {leaf}, as it was saved")
-            if crc32(array) != self._checksums["leaves"][path]["crc32"]:
-                raise self.damaged(field, f"{path} has other values than were saved")
+        for path in sorted(saved.keys() ^ arrays.keys()):
+            raise self.damaged(field, f"{path} is missing, or was never saved")
+        return [
+            functools.partial(self._check, field, path, leaf, arrays[path])
+            for path, leaf in saved.items()
+        ]
+
+    def _check(self, field: str, path: str, leaf: Leaf, array: np.ndarray) -> None:
+        if (array.shape, array.dtype.name) != (leaf.shape, leaf.dtype):
+            raise self.damaged(field, f"{path} is not {leaf}, as it was saved")
+        if crc32(array) != self._checksums["leaves"][path]["crc32"]:
+            raise self.damaged(field, f"{path} has other values than were saved")
+
+    def check_is_checkpoint(self) -> None:
+        """Raises CheckpointDamaged if what has the step's name is no checkpoint at all."""
+        if not _is_checkpoint(self.path) and os.path.lexists(self.path):
+            raise self.damaged("checksums", "it is missing, and so is item meta")
 
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[None]:
-        """Turns whatever goes wrong in reading an item into one of the two errors."""
+        """Turns whatever goes wrong in reading an item into one of the three errors."""
         try:
             yield
+        except MemoryError:
+            raise
         except Exception as error:
             # Never there, or expired and deleted by the trainer while this process was reading.
             steps = list_steps(self.directory)
             if self.step not in steps:
                 have = ", ".join(map(str, steps)) or "none"
-                raise UsageError(
+                raise CheckpointMissing(
                     f"{self.directory} has no checkpoint of step {self.step}; it has: {have}"
                 ) from error
-            why = str(error).strip().split("\n")[0] or type(error).__name__
-            raise self.damaged(name, why) from error
+            why = _outer_reason(error, self.path / name)
+            if why is not None:
+                raise CheckpointUnreadable(
+                    f"checkpoint {self.path} cannot be read: item {name}: {why}; this says nothing "
+                    "about what is in it: start again when it can be read"
+                ) from error
+            raise self.damaged(name, os_errors.reason(error)) from error
 
     def damaged(self, name: str, why: str) -> CheckpointDamaged:
         """The error that says so."""
@@ -112,6 +149,26 @@ class Folder:
             if sums.pop("crc32") != _json_crc32(sums):
                 raise ValueError("it has other values than were saved")
         return sums
+
+
+def _outer_reason(error: BaseException, item: pathlib.Path) -> str | None:
+    """Why an item cannot be read, if that does not lie in its files; else None."""
+    if os_errors.is_from_outside(error):
+        return os_errors.reason(error)
+    # Orbax does not always pass on what the system said, so it is asked once more.
+    try:
+        for folder, _, names in os.walk(item, onerror=_raise):
+            for name in names:
+                with open(os.path.join(folder, name), "rb") as file:
+                    while file.read(1 << 24):
+                        pass
+    except OSError as found:
+        return os_errors.reason(found) if os_errors.is_from_outside(found) else None
+    return None
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def state_fields(state: Any) -> dict[str, Any]:
@@ -173,11 +230,40 @@ def _json_crc32(value: Any) -> int:
 
 
 def list_steps(directory: pathlib.Path) -> list[int]:
-    """The steps with a committed checkpoint in a directory, ascending; none if it is not there."""
+    """The steps with a committed checkpoint in a directory, ascending; none if it is not there.
+
+    Raises CheckpointUnreadable if the directory cannot be read.
+    """
+    return [step for step in named_steps(directory) if _is_checkpoint(directory / str(step))]
+
+
+def named_steps(directory: pathlib.Path) -> list[int]:
+    """The steps by whose names there is anything in a directory, a checkpoint or not, ascending.
+
+    Raises CheckpointUnreadable if the directory cannot be read.
+    """
     try:
-        return sorted(int(path.name) for path in directory.iterdir() if _is_checkpoint(path))
+        return sorted(int(name) for name in os.listdir(directory) if _STEP.fullmatch(name))
     except (FileNotFoundError, NotADirectoryError):
         return []
+    except OSError as error:
+        raise CheckpointUnreadable(f"{directory} cannot be read: {error.strerror}") from error
+
+
+def other_folders(directory: pathlib.Path) -> list[str]:
+    """The folders in a directory of checkpoints that are neither a step's nor hidden."""
+    with os.scandir(directory) as entries:
+        names = [entry.name for entry in entries if entry.is_dir()]
+    return sorted(name for name in names if not _STEP.fullmatch(name) and name[0] != ".")
+
+
+def set_aside(directory: pathlib.Path, step: int) -> pathlib.Path:
+    """Moves what has a step's name into `.damaged/`, where nothing counts; returns its new path."""
+    damaged = directory / DAMAGED
+    damaged.mkdir(exist_ok=True)
+    names = (str(step) if count == 1 else f"{step}-{count}" for count in itertools.count(1))
+    target = next(damaged / name for name in names if not os.path.lexists(damaged / name))
+    return (directory / str(step)).rename(target)
 
 
 def find_best(directory: pathlib.Path, metric: str, mode: str) -> int | None:
@@ -189,7 +275,7 @@ def find_best(directory: pathlib.Path, metric: str, mode: str) -> int | None:
     scores = []
     for step in list_steps(directory):
         # A checkpoint that cannot be read, or that is gone by now, is not the best.
-        with contextlib.suppress(CheckpointDamaged, UsageError):
+        with contextlib.suppress(CheckpointDamaged, CheckpointUnreadable, UsageError):
             value = Folder(directory, step).meta()["metrics"].get(metric, math.nan)
             if not math.isnan(value):
                 scores.append((sign * value, step))
@@ -218,8 +304,17 @@ def find_checkpoint(path: str | pathlib.Path) -> tuple[pathlib.Path, int | None]
 
 def _is_checkpoint(path: pathlib.Path) -> bool:
     # Orbax writes under another name and renames last; an empty directory was made by others.
-    named = re.fullmatch(r"0|[1-9][0-9]*", path.name)
-    return bool(named) and any((path / item).is_dir() for item in ("checksums", "meta"))
+    if not _STEP.fullmatch(path.name):
+        return False
+    for item in ("checksums", "meta"):
+        try:
+            if stat.S_ISDIR(os.stat(path / item).st_mode):
+                return True
+        except OSError as error:
+            # One that cannot be looked into may be one: whoever reads it is told why.
+            if not os_errors.is_missing_file(error):
+                return True
+    return False
 
 
 @functools.cache

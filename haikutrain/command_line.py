@@ -67,6 +67,12 @@ def _own_flags() -> flags.FlagValues:
         "With --mode=eval: latest (the default), best, or the step of a checkpoint.",
         flag_values=own,
     )
+    flags.DEFINE_boolean(
+        "follow",
+        False,
+        "With --mode=eval: evaluate each checkpoint as it appears, until the run has ended.",
+        flag_values=own,
+    )
     flags.DEFINE_string(
         "predictions",
         None,
@@ -118,6 +124,9 @@ class Options:
                 "--mode=eval or leave it out"
             )
         self.processes = _processes(own)
+        self.follow: bool = own.follow
+        if own.follow:
+            _check_follow(own)
         self.command = ["python", "-m", "haikutrain.main", *argv]
         if COMMAND in os.environ:
             self.command = json.loads(os.environ[COMMAND])
@@ -230,6 +239,19 @@ def _processes(own: flags.FlagValues) -> dict[str, Any]:
         **given,
         "init_timeout": own.init_timeout,
     }
+
+
+def _check_follow(own: flags.FlagValues) -> None:
+    if own.mode != "eval":
+        raise UsageError(
+            f"--follow does nothing with --mode={own.mode}: add --mode=eval or leave it out"
+        )
+    for name in ("checkpoint", "predictions"):
+        if own[name].value is not None:
+            raise UsageError(
+                f"--{name}={own[name].value} is of one checkpoint, and --follow evaluates every "
+                "one: leave one of the two out"
+            )
 
 
 def _set_verbosity() -> None:

@@ -99,7 +99,8 @@ def base_config() -> ConfigDict:
     config.eval_raw = False
     # Scale the gradients down to this global norm when theirs is larger.
     config.grad_clip_norm = config_dict.placeholder(float)
-    # A folder in which compiled programs are kept for the next start.
+    # A folder in which compiled programs are kept for the next start, or "off". None: the one that
+    # JAX_COMPILATION_CACHE_DIR names, else haikutrain/compiled in $XDG_CACHE_HOME or ~/.cache.
     config.compilation_cache = config_dict.placeholder(str)
     return config
 

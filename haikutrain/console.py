@@ -54,6 +54,9 @@ class Console:
     def flush(self) -> None:
         self._stream.flush()
 
+    def sync(self) -> None:
+        """Nothing is on disk."""
+
     def close(self) -> None:
         bar, self._bar = self._bar, None  # What is still written is plain lines.
         if bar is not None:

@@ -5,6 +5,7 @@ A replicated state has no device axis: programs take it with `in_axes=None` and 
 """
 
 import collections
+import concurrent.futures
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -72,13 +73,6 @@ def local_rows(batch_size: int) -> slice:
     """The rows of a global batch that this process feeds to its devices."""
     size = batch_size // jax.process_count()
     return slice(size * jax.process_index(), size * (jax.process_index() + 1))
-
-
-def cache_compilations(directory: str) -> None:
-    """Keeps compiled programs in a folder, so that the next start need not compile them."""
-    jax.config.update("jax_compilation_cache_dir", os.path.abspath(directory))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
 # --- arrays between host and devices ---------------------------------------------------------
@@ -182,24 +176,6 @@ def drifted(tree: Any) -> list[str]:
     return [path for path, flag in zip(by_path(tree), flags, strict=True) if flag]
 
 
-@jax.jit
-def _finite(arrays: list[jax.Array]) -> jax.Array:
-    return jnp.stack([jnp.isfinite(x).all() for x in arrays])
-
-
-def not_finite(tree: Any) -> list[str]:
-    """The paths of the float leaves of a replicated tree that hold NaN or infinity."""
-    floats = {
-        path: leaf.addressable_data(0)
-        for path, leaf in by_path(tree).items()
-        if jnp.issubdtype(leaf.dtype, jnp.inexact) and leaf.size
-    }
-    if not floats:
-        return []
-    flags = np.asarray(_finite(list(floats.values())))
-    return [path for path, flag in zip(floats, flags, strict=True) if not flag]
-
-
 @functools.cache
 def _pmapped_differs() -> Callable[..., Any]:
     # pmap wants one argument with a device axis.
@@ -282,15 +258,28 @@ class Program:
         self._pmapped = jax.pmap(
             traced, axis_name=AXIS, in_axes=in_axes, out_axes=None, donate_argnums=donate
         )
+        self._shapes = tuple(map(shapes, arguments))
         self._call: Callable[..., Any] | None = None
+        self._begun: concurrent.futures.Future[Callable[..., Any]] | None = None
+
+    def compile_ahead(self) -> None:
+        """Begins to compile, in a thread: the first call waits for it, and raises its error."""
+        worker = concurrent.futures.ThreadPoolExecutor(1, "haikutrain-compile")
+        self._begun = worker.submit(self._compiled)
+        worker.shutdown(wait=False)
+
+    def _compiled(self) -> Callable[..., Any]:
+        # The executable is as fast as `jit(shard_map)` called directly. With several processes
+        # only the wrapper turns this process's arrays into global ones; it compiles when called.
+        if jax.process_count() > 1:
+            return self._pmapped
+        return self._pmapped.lower(*self._shapes).compile()
 
     def __call__(self, *arguments: Any) -> Any:
         """Runs it: returns at once, with results that are ready later."""
         if self._call is None:
-            # The executable is as fast as `jit(shard_map)` called directly. With several
-            # processes only the wrapper turns this process's arrays into global ones.
-            single = jax.process_count() == 1
-            self._call = self._pmapped.lower(*arguments).compile() if single else self._pmapped
+            self._call = self._begun.result() if self._begun else self._compiled()
+            self._begun = None
         return self._call(*arguments)
 
 

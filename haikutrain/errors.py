@@ -13,8 +13,16 @@ class CheckpointDamaged(RuntimeError):
     """What is on disk is not what was saved: a missing, truncated or altered file. Exit code 1."""
 
 
+class CheckpointMissing(UsageError):
+    """There is no such checkpoint, or it was deleted while it was being read."""
+
+
+class CheckpointUnreadable(RuntimeError):
+    """A checkpoint could not be read, which says nothing about what is in it. Exit code 1."""
+
+
 class SavesFailed(RuntimeError):
-    """Checkpoints cannot be written: the message says why. Exit code 1."""
+    """Checkpoints or metrics cannot be written: the message says why. Exit code 1."""
 
 
 class NonFinite(FloatingPointError):

@@ -2,29 +2,45 @@
 
 import contextlib
 import copy
+import dataclasses
 import itertools
 from collections.abc import Generator, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
 from haikutrain import devices, pipeline, processes
-from haikutrain.data import batches_from, count_rows, describe, is_by_step, length
+from haikutrain.data import batches_from, can_stack, count_rows, describe, is_by_step, length
 from haikutrain.errors import UsageError
 from haikutrain.positions import decode, encode
 from haikutrain.prefetch import Prefetch, ahead
 
+# Placing a small batch takes as long as placing several: so many go together, in so many bytes.
+_GROUP, _GROUP_BYTES = 16, 1 << 20
 
-class TrainItem(NamedTuple):
+
+@dataclasses.dataclass(frozen=True)
+class TrainItem:
     """What one call of the update needs."""
 
     steps: int
     """How many steps the call takes, K."""
-    batch: Any
+    placed: Any
     """On the devices: `[D, B / D, ...]`, or `[K, D, B / D, ...]` if K > 1."""
     position: Any
     """The iterator's state after this batch; None for a dataset by step."""
+    group: int = 1
+    """If more than 1, G: `placed` is `[G, D, B / D, ...]`, of which step s takes number s % G."""
+    first: int = 0
+    """The step that takes it, if it is of a group."""
+
+    @property
+    def batch(self) -> Any:
+        """On the devices: `[D, B / D, ...]`, or `[K, D, B / D, ...]` if K > 1."""
+        if self.group == 1:
+            return self.placed
+        return jax.tree.map(lambda x: x[self.first % self.group], self.placed)
 
 
 def _number(dataset: Any, name: str) -> int | None:
@@ -132,6 +148,9 @@ class TrainFeed:
           plan: pairs (first step, K), one for each call of the update.
           position: the iterator's state to start from, or None to start where it is.
         """
+        if can_stack(self._dataset):
+            yield ahead(self._gathered(plan))
+            return
         if self._by_step:
             # A transfer overlaps the step before it; a thread would only take the GIL.
             with contextlib.closing(self._by_steps(plan)) as steps:
@@ -144,6 +163,29 @@ class TrainFeed:
                 stack.callback(self._iterator.close)
             pulled = (self._place(*pair) for pair in self._by_iterator(plan))
             yield stack.enter_context(contextlib.closing(Prefetch(pulled)))
+
+    def group(self, steps: int) -> int:
+        """The `TrainItem.group` of items of so many steps."""
+        if steps > 1 or not can_stack(self._dataset):
+            return 1
+        size = sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(self.first))
+        return max(1, min(_GROUP, _GROUP_BYTES // max(size, 1)))
+
+    def _gathered(self, plan: Iterable[tuple[int, int]]) -> Iterator[TrainItem]:
+        group = self.group(steps=1)
+        number, placed = None, None
+        for first, count in plan:
+            if count > 1:
+                stacked = self._dataset.stacked(first, count, self._rows)
+                yield TrainItem(count, devices.place_batch(stacked, stacked=True), None)
+            elif group == 1:
+                yield self._place([self._dataset.batch(first, self._rows)], None)
+            else:
+                if number != first // group:
+                    number = first // group
+                    stacked = self._dataset.stacked(number * group, group, self._rows)
+                    placed = devices.place_batch(stacked, stacked=True)
+                yield TrainItem(1, placed, None, group, first)
 
     def _by_steps(self, plan: Iterable[tuple[int, int]]) -> Generator[list[Any], None, None]:
         with contextlib.ExitStack() as stack:

@@ -17,7 +17,7 @@ import jax
 
 from haikutrain.checkpoint import Checkpointer, digest, find_checkpoint
 from haikutrain.checkpoint_folder import Folder, item_of, list_steps
-from haikutrain.errors import CheckpointDamaged, UsageError
+from haikutrain.errors import CheckpointDamaged, CheckpointUnreadable, UsageError
 from haikutrain.leaves import Leaf
 
 
@@ -43,13 +43,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UsageError(
                 f"{args.path} is step {named} and --step says {args.step}; leave one of them out"
             )
+        reader = Checkpointer(directory, read_only=True)
+
+        def show(step: int) -> int:
+            if args.digest:
+                print(digest(reader.read(step).state))
+            else:
+                _print_report(Folder(directory, step))
+            return step
+
         chosen = named if args.step is None else args.step
-        step = list_steps(directory)[-1] if chosen is None else chosen
-        if args.digest:
-            print(digest(Checkpointer(directory, read_only=True).read(step).state))
-        else:
-            _print_report(Folder(directory, step))
-    except (UsageError, CheckpointDamaged) as error:
+        if chosen is not None:
+            show(chosen)
+        elif reader.newest_good(show) is None:
+            raise UsageError(f"{directory} has no checkpoint any more")
+    except (UsageError, CheckpointDamaged, CheckpointUnreadable) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
@@ -102,6 +110,8 @@ def _metrics(folder: Folder) -> str:
         return "(deleted meanwhile)"
     except CheckpointDamaged:
         return "(damaged)"
+    except CheckpointUnreadable:
+        return "(cannot be read)"
     return ", ".join(f"{name} {value:.6g}" for name, value in metrics.items())
 
 

@@ -11,13 +11,14 @@ from absl import logging
 from haikutrain import devices, evaluation, leaves, nonfinite, processes, writers
 from haikutrain.checkpoint import Checkpointer
 from haikutrain.console import Console
-from haikutrain.errors import NonFinite, Stopped
+from haikutrain.errors import Stopped
 from haikutrain.evaluation import Evaluations
 from haikutrain.experiment import Experiment
 from haikutrain.hooks import Hook, Log, StepInfo, every
 from haikutrain.metrics import Window
-from haikutrain.shared_reading import together
-from haikutrain.start import Start, Task, choose_step, restore_or_init
+from haikutrain.saving import Saves
+from haikutrain.shared_reading import restore_chosen, together
+from haikutrain.start import Start, Task, restore_or_init
 from haikutrain.train_state import TrainState
 from haikutrain.workdir import Workdir, check_file, write_rows
 
@@ -39,6 +40,8 @@ def train(
       UsageError: a mistake in the config, the data, the experiment or the workdir; found before
         anything is compiled.
       ReplicasDiffer: an update gave different values on different devices.
+      CheckpointDamaged: there are checkpoints, and not one is good.
+      SavesFailed: the last save failed, or `config.max_failed_saves` in a row did.
       NonFinite: a loss or gradient was not finite; see `config.on_nonfinite`.
       Stopped: a signal that `haikutrain.main` catches; the last step's state is saved.
     """
@@ -102,7 +105,7 @@ def evaluate(
             writers.JsonLines(folder.metrics_eval, resume_step=sys.maxsize),
             writers.MediaFiles(folder.media),
         ]
-        with contextlib.closing(writers.Writers(files)) as writer:
+        with folder.writing(), contextlib.closing(writers.Writers(files)) as writer:
             evaluation.write(writer, step, results)
         if predictions is not None:
             write_rows(predictions, {split: result.rows for split, result in results.items()})
@@ -129,9 +132,12 @@ def _restored(task: Task, workdir: str | os.PathLike[str], checkpoint: str | int
         folder.check_owner(task.name)
     with contextlib.closing(_checkpointer(task, folder, read_only=True)) as own:
         checkpointer = together(own)
-        step = choose_step(checkpointer, checkpoint)
-        logging.info("reading checkpoint %d of %s", step, folder.path)
-        return devices.place(checkpointer.restore(step, task.programs.state).state)
+
+        def read(step: int) -> TrainState:
+            logging.info("reading checkpoint %d of %s", step, folder.path)
+            return devices.place(checkpointer.restore(step, task.programs.state).state)
+
+        return restore_chosen(checkpointer, checkpoint, read)
 
 
 def _checkpointer(task: Task, folder: Workdir, *, read_only: bool = False) -> Checkpointer:
@@ -144,28 +150,31 @@ def _checkpointer(task: Task, folder: Workdir, *, read_only: bool = False) -> Ch
     )
 
 
-class ReplicasDiffer(RuntimeError):
-    """An update gave different values on different devices; the message names the leaves."""
-
-
 class _Run:
     """What one start of a run keeps beside the state."""
 
     def __init__(self, task: Task, folder: Workdir, checkpointer: Checkpointer, start: Start):
         self._task = task
-        self._checkpointer = checkpointer
         self._position = start.position
-        self._saved_step: int | None = None
         self._evaluations: tuple[Evaluations, int | None] = {}, None
         self._window = Window(task.programs.metric_names, start.zeros, _judge(task, start))
         if start.window is not None:
             self._window.sums, self._window.count = start.window
         self._writer, self._progress = _open_writers(task, folder, start.step)
         config = task.config
+        self._num_steps = config.num_steps  # A ConfigDict takes microseconds, at every step.
         self._log = Log(self._window, config.log_every, config.batch_size, self._write_train)
+        self._saves = Saves(
+            task, checkpointer, self._log, self._window, self._writer, self._evaluate
+        )
 
     def close(self) -> None:
-        self._writer.close()
+        self._saves.close()
+        try:
+            self._writer.close()
+        except OSError as error:
+            # A save would have failed for it: what there is to raise is under way, or said.
+            logging.error("metrics could not be written: %s", error.strerror)
 
     def loop(self, start: Start) -> TrainState:
         """Runs updates until the end; the only place where a state changes."""
@@ -204,7 +213,7 @@ class _Run:
         return StepInfo(
             step=step,
             steps=steps,
-            num_steps=self._task.config.num_steps,
+            num_steps=self._num_steps,
             state=state,
             evaluations=evaluations,
             evaluations_step=evaluations_step,
@@ -218,7 +227,7 @@ class _Run:
             if info.step < stop and info.stop_reason is None:
                 self._save(info, ended=None, judged=True)
 
-        hooks: list[Hook] = [self._log]
+        hooks: list[Hook] = [lambda info: self._saves.poll(), self._log]
         if config.eval_every is not None:
             hooks.append(every(config.eval_every, self._evaluate))
         hooks.extend(self._task.own_hooks())
@@ -240,9 +249,10 @@ class _Run:
                 raise
         # A save out of turn is not judged: the log must be that of the uninterrupted run.
         in_turn = ended is not None or info.crossed(self._task.config.checkpoint_every)
-        if self._saved_step != info.step:
+        # Process 0 alone knows whether a save has failed.
+        if processes.from_main("the last save", lambda: self._saves.last) != info.step:
             self._save(info, ended=ended, judged=in_turn)
-        self._checkpointer.wait()
+        self._saves.finish()
         if ended is not None:
             logging.info("the run has ended at step %d: %s", info.step, ended)
 
@@ -259,40 +269,8 @@ class _Run:
         info.evaluations, info.evaluations_step = self._evaluations
 
     def _save(self, info: StepInfo, *, ended: str | None, judged: bool) -> None:
-        # The log must be on disk up to the step before the checkpoint is: a run that resumes from
-        # it never writes those lines again.
-        self._log.settle(info)
-        with self._log.stopwatch.paused():
-            if self._task.best_metric is not None and judged:
-                self._evaluate(info)
-            self._writer.flush()
-            if different := devices.drifted(info.state):
-                raise ReplicasDiffer(
-                    f"at step {info.step} these are not equal on all devices: "
-                    f"{', '.join(different)}; average them in update (haikutrain.pmean, "
-                    "haikutrain.apply_gradients)"
-                )
-            if bad := devices.not_finite({"params": info.state.params}):
-                raise NonFinite(
-                    f"at step {info.step} these are not finite: {', '.join(bad[:5])}; nothing of "
-                    "it was saved, the newest checkpoint is from before"
-                )
-            current = {} if self._evaluations[1] != info.step else self._evaluations[0]
-            metrics = {
-                f"{split}/{name}": value
-                for split, values in current.items()
-                for name, value in values.items()
-            }
-            if judged:
-                self._task.check_judged(metrics)
-            self._checkpointer.save(
-                info.step,
-                devices.snapshot(info.state),
-                meta=self._task.meta(self._window.to_json(), ended),
-                data=self._task.feed.gathered(self._position),
-                metrics=metrics,
-            )
-            self._saved_step = info.step
+        position = self._task.feed.gathered(self._position)
+        self._saves.save(info, position, ended=ended, judged=judged)
 
 
 def _judge(task: Task, start: Start) -> nonfinite.Judge:
@@ -313,9 +291,10 @@ def _open_writers(task: Task, folder: Workdir, step: int) -> tuple[writers.Metri
     if not devices.is_main_process():
         return writers.Writers([]), lambda step: None
     console = Console(task.config.num_steps)
-    files = [
-        writers.JsonLines(folder.metrics, resume_step=step),
-        writers.TensorBoard(folder.tensorboard, resume_step=step),
-        writers.MediaFiles(folder.media),
-    ]
+    with folder.writing():
+        files: list[writers.MetricWriter] = [
+            writers.JsonLines(folder.metrics, resume_step=step),
+            writers.TensorBoard(folder.tensorboard, resume_step=step),
+            writers.MediaFiles(folder.media),
+        ]
     return writers.Writers([*files, console]), console.progress

@@ -17,6 +17,7 @@ from ml_collections import ConfigDict
 from haikutrain import command_line, config, processes, signals
 from haikutrain.errors import (
     CheckpointDamaged,
+    CheckpointUnreadable,
     NonFinite,
     PeerLost,
     SavesFailed,
@@ -26,6 +27,7 @@ from haikutrain.errors import (
 
 _EXIT_CODES: dict[type[Exception], int] = {
     CheckpointDamaged: 1,
+    CheckpointUnreadable: 1,
     SavesFailed: 1,
     NonFinite: 3,
     Stopped: 42,
@@ -71,6 +73,7 @@ def _import_libraries() -> None:
 
 def _execute(options: command_line.Options) -> int:
     from haikutrain import config_file, devices
+    from haikutrain.follow import follow
     from haikutrain.loop import evaluate, how_it_ended, train
 
     if options.mode != "train":
@@ -84,6 +87,9 @@ def _execute(options: command_line.Options) -> int:
     config.validate(loaded.config, device_count=devices.device_count())
     workdir = options.workdir or os.path.join("runs", loaded.name)
     experiment = loaded.experiment_class(loaded.config)
+    if options.follow:
+        follow(experiment, workdir)
+        return 0
     if options.mode == "eval":
         results = evaluate(
             experiment, workdir, checkpoint=options.checkpoint, predictions=options.predictions

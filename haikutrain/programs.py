@@ -11,6 +11,7 @@ from typing import Any
 import haiku as hk
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from haikutrain import (
@@ -61,7 +62,7 @@ class Programs:
         self._task = task
         self._owner = type(task).__name__
         # In this order for ever: a new consumer of keys takes its key last.
-        self._keys = devices.place(hk.PRNGSequence(task.config.seed).take(3))
+        self._keys = devices.place(_first_keys(np.uint32(task.config.seed)))
         self._first = devices.place_batch(first_batch)
         init_key, train_key, _ = self._keys
         self._init = devices.Program(
@@ -71,7 +72,7 @@ class Programs:
         if precision.policy(task.config.precision) is not None:
             precision.check_network_state(self.state.network_state)
         self.skips: bool = task.config.on_nonfinite == "skip"
-        self._updates: dict[int, devices.Program] = {}
+        self._updates: dict[tuple[int, int], devices.Program] = {}
         self._evaluates: dict[Any, tuple[devices.Program, dict[str, Any]]] = {}
 
     # --- init ---
@@ -86,6 +87,10 @@ class Programs:
             )
         state = self.with_fresh_extras(state).replace(step=jnp.int32(0), rng=train_key)
         return collectives.broadcast(jax.tree.map(_strong, state))
+
+    def compile_ahead(self, steps: int, group: int) -> None:
+        """Begins to compile the update of such items, beside what the caller does meanwhile."""
+        self._update_program(steps, group).compile_ahead()
 
     def init(self) -> TrainState:
         """The state at step 0, on the devices; compiles."""
@@ -158,10 +163,11 @@ class Programs:
 
     def update(self, state: TrainState, sums: jax.Array, item: TrainItem) -> tuple[Any, jax.Array]:
         """Takes the item's steps; `state` is donated. Returns the state and the window's sums."""
-        return self._update_program(item.steps)(state, sums, item.batch)
+        return self._update_program(item.steps, item.group)(state, sums, item.placed)
 
-    def _update_program(self, steps: int) -> devices.Program:
-        if steps not in self._updates:
+    def _update_program(self, steps: int, group: int = 1) -> devices.Program:
+        """Takes `steps` batches, or of a `group` of them the step's own."""
+        if (steps, group) not in self._updates:
 
             def one(carry: Any, batch: Any) -> tuple[Any, None]:
                 state, values, found = self._step(carry[0], batch)
@@ -169,19 +175,25 @@ class Programs:
                 return (state, sums), None
 
             def function(state: Any, sums: Any, batch: Any) -> Any:
+                if group > 1:
+                    own = lax.rem(state.step, jnp.int32(group))
+                    batch = jax.tree.map(
+                        lambda x: lax.dynamic_index_in_dim(x, own, 0, False), batch
+                    )
                 if steps == 1:
                     return one((state, sums), batch)[0]
                 return devices.scan(one, (state, sums), batch, steps)[0]
 
             sums = metrics.empty_window(self.metric_names)
-            batch = self._first if steps == 1 else _stacked_shapes(self._first, steps)
-            self._updates[steps] = devices.Program(
+            stacked = steps * group  # One of the two is 1.
+            batch = self._first if stacked == 1 else _stacked_shapes(self._first, stacked)
+            self._updates[steps, group] = devices.Program(
                 function,
                 (self.state, sums, batch),
-                in_axes=(None, None, int(steps > 1)),
+                in_axes=(None, None, int(stacked > 1)),
                 donate=(0,),
             )
-        return self._updates[steps]
+        return self._updates[steps, group]
 
     # --- evaluate ---
 
@@ -269,6 +281,12 @@ def _kept(old: TrainState, new: TrainState, bad: jax.Array) -> TrainState:
     if "loss_scale" in extras:
         extras = {**extras, "loss_scale": new.extras["loss_scale"]}
     return kept.replace(step=new.step, rng=new.rng, extras=extras)
+
+
+@jax.jit
+def _first_keys(seed: jax.Array) -> tuple[jax.Array, ...]:
+    # As one program, for each of its parts compiles longer than all of them in one.
+    return hk.PRNGSequence(jax.random.PRNGKey(seed)).take(3)
 
 
 def _strong(leaf: Any) -> jax.Array:

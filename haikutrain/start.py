@@ -1,27 +1,28 @@
 """How a run begins: the experiment made ready, and its state restored or made."""
 
 import dataclasses
-import pathlib
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from absl import logging
 
+from haikutrain import compiled, devices, leaves, metrics, precision, processes
 from haikutrain import config as configs
-from haikutrain import devices, leaves, metrics, precision, processes
-from haikutrain.checkpoint import Checkpointer, encode, find_checkpoint
-from haikutrain.errors import UsageError
+from haikutrain.checkpoint import Checkpointer, encode
+from haikutrain.errors import CheckpointMissing, UsageError
 from haikutrain.eval_feed import EvalFeed
 from haikutrain.experiment import Experiment
 from haikutrain.feed import TrainFeed
 from haikutrain.programs import Programs
-from haikutrain.shared_reading import Reader, together
+from haikutrain.shared_reading import Reader, find_together, restore_chosen, together
 from haikutrain.train_state import TrainState
 from haikutrain.workdir import experiment_name, same_experiment
 
 _WEIGHTS = ("params", "network_state")
+
+T = TypeVar("T")
 
 
 class Task:
@@ -42,8 +43,7 @@ class Task:
         config = experiment.config
         configs.validate(config, device_count=devices.device_count())
         precision.policy(config.precision)
-        if config.compilation_cache is not None:
-            devices.cache_compilations(config.compilation_cache)
+        compiled.keep(config.compilation_cache)
         self.experiment = experiment
         self.config = config
         self.config_json = configs.to_json(config)
@@ -186,17 +186,22 @@ class Start:
 
 
 def restore_or_init(task: Task, checkpointer: Reader) -> Start:
-    """The newest checkpoint of the run's own, else `config.restore_from`, else a new state.
+    """The newest good checkpoint of the run's own, else `config.restore_from`, else a new state.
 
     Raises:
       UsageError: the checkpoint does not fit the experiment; the message names each difference.
+      CheckpointDamaged: there are checkpoints, and not one is good.
+      CheckpointUnreadable: the newest cannot be read now.
     """
-    step = checkpointer.latest_step()
-    if step is not None:
-        return _resumed(task, checkpointer, step)
+    resumed = checkpointer.newest_good(lambda step: _resumed(task, checkpointer, step))
+    if resumed is not None:
+        return resumed
     if task.config.restore_from is not None:
         return _restored_from(task, task.config.restore_from)
     logging.info("starting a new run of %d steps", task.config.num_steps)
+    # While init compiles; after a restore there is nothing else to compile.
+    steps = task.config.steps_per_call
+    task.programs.compile_ahead(steps, task.feed.group(steps))
     return _start(task, task.programs.init(), 0)
 
 
@@ -232,14 +237,15 @@ def _restored(task: Task, checkpointer: Reader, step: int) -> Start:
 
 
 def _restored_from(task: Task, path: str) -> Start:
-    found = processes.from_main("config.restore_from", lambda: _found(path))
-    directory, step = pathlib.Path(found[0]), found[1]
+    directory, step = find_together(path)
     source = together(Checkpointer(directory, read_only=True))
-    if step is None:
-        step = choose_step(source, "latest")
-    if task.config.restore_only == "all":
-        return _resumed(task, source, step)
-    logging.info("taking weights from checkpoint %d of %s", step, directory)
+    read = _resumed if task.config.restore_only == "all" else _with_weights
+    chosen = "latest" if step is None else step
+    return restore_chosen(source, chosen, lambda step: read(task, source, step))
+
+
+def _with_weights(task: Task, source: Reader, step: int) -> Start:
+    logging.info("taking weights from checkpoint %d of %s", step, source.directory)
     if type(task.experiment).warm_start is not Experiment.warm_start:
         saved = source.read(step).state
         state = task.experiment.warm_start(task.programs.init(), saved)
@@ -247,16 +253,13 @@ def _restored_from(task: Task, path: str) -> Start:
     else:
         try:
             weights = source.restore(step, task.programs.state, fields=_WEIGHTS).state
+        except CheckpointMissing:
+            raise
         except UsageError as error:
             raise UsageError(f"{error}; to take a part, redefine warm_start") from error
         state = task.programs.init()
         state = state.replace(**{name: getattr(weights, name) for name in _WEIGHTS})
     return _start(task, devices.place(task.programs.with_fresh_extras(state)), 0)
-
-
-def _found(path: str) -> tuple[str, int | None]:
-    directory, step = find_checkpoint(path)
-    return str(directory), step
 
 
 def _check_warm(task: Task, state: TrainState) -> None:
@@ -268,30 +271,6 @@ def _check_warm(task: Task, state: TrainState) -> None:
         raise UsageError(
             f"warm_start returned a state that is not the experiment's: {'; '.join(found)}"
         )
-
-
-def choose_step(checkpointer: Reader, checkpoint: str | int) -> int:
-    """The step that "latest", "best" or a number names; raises UsageError if there is none."""
-    steps = checkpointer.steps()
-    if not steps:
-        raise UsageError(f"there is no checkpoint in {checkpointer.directory}")
-    if checkpoint == "latest":
-        return steps[-1]
-    if checkpoint == "best":
-        best = checkpointer.best_step()
-        if best is None:
-            raise UsageError(
-                f"no checkpoint in {checkpointer.directory} has a number for config.best_metric"
-            )
-        return best
-    if isinstance(checkpoint, str) and checkpoint.isdecimal():
-        checkpoint = int(checkpoint)
-    if checkpoint not in steps:
-        raise UsageError(
-            f"there is no checkpoint of step {checkpoint} in {checkpointer.directory}; there are "
-            f"{', '.join(map(str, steps))}"
-        )
-    return int(checkpoint)
 
 
 def _check_same_run(task: Task, meta: Mapping[str, Any]) -> list[str]:

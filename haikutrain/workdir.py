@@ -7,11 +7,13 @@ import os
 import pathlib
 import socket
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from absl import logging
 
+from haikutrain import os_errors
 from haikutrain.errors import UsageError
 
 
@@ -48,6 +50,8 @@ def write_rows(path: str | os.PathLike[str], splits: Mapping[str, Mapping[str, A
         new.replace(target)
     except OSError as error:
         raise UsageError(f"predictions cannot be written to {path}: {error.strerror}") from error
+    finally:
+        new.unlink(missing_ok=True)
 
 
 class Workdir:
@@ -98,30 +102,45 @@ class Workdir:
                 "--workdir"
             ) from error
 
-    def lock(self) -> None:
+    def lock(self, name: str = ".lock") -> None:
         """Keeps other trainers out, if the folder exists; again and again is fine.
 
-        The lock is on the folder itself and ends with the process, however that dies.
+        The lock is on a file, which names its holder, and ends with the process, however that dies.
+
+        Args:
+          name: of the file; each kind of job has its own.
 
         Raises:
-          UsageError: another process trains here; names it.
+          UsageError: another process has it; names that.
         """
         if self._lock is not None or not self.path.exists():
             return
-        folder = os.open(self.path, os.O_RDONLY)
+        with self.writing():
+            lock = os.open(self.path / name, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            os.close(folder)
+            holder = os.read(lock, 1000).decode(errors="replace")
+            os.close(lock)
             raise UsageError(
-                f"workdir {self.path} is in use by {self._read('started_by') or 'another process'}"
-                "; wait until it ends, or give another --workdir"
+                f"workdir {self.path} is in use by {holder or 'another process'}; wait until it "
+                "ends, or give another --workdir"
             ) from error
-        self._lock = folder
+        except OSError as error:
+            # Some network file systems have no locks.
+            logging.warning(
+                "%s cannot be locked (%s): start nothing else there", self.path, error.strerror
+            )
+        with contextlib.suppress(OSError):  # On a full disk it is an anonymous lock.
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, _this_process().encode(), 0)
+        self._lock = lock
 
     def close(self) -> None:
         """Lets other trainers in."""
         if self._lock is not None:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._lock, 0)
             os.close(self._lock)
             self._lock = None
 
@@ -131,16 +150,35 @@ class Workdir:
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Makes a UsageError of whatever cannot be written in here."""
+        try:
+            yield
+        except OSError as error:
+            raise UsageError(
+                f"workdir {self.path} cannot be written ({os_errors.reason(error)}); make it "
+                "writable, or give another --workdir"
+            ) from error
+
     def claim(self, experiment: str, config: Mapping[str, Any], overrides: Sequence[str]) -> None:
         """Creates the folder, keeps others out of it, and writes down what runs there."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        self.lock()
         content = {
             "experiment": experiment,
             "config": config,
             "overrides": list(overrides),
-            "started_by": f"process {os.getpid()} on {socket.gethostname()}",
+            "started_by": _this_process(),
         }
-        new = self.config.with_suffix(".tmp")
-        new.write_text(json.dumps(content, indent=2) + "\n")
-        new.replace(self.config)
+        with self.writing():
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.lock()
+            new = self.config.with_suffix(".tmp")
+            try:
+                new.write_text(json.dumps(content, indent=2) + "\n")
+                new.replace(self.config)
+            finally:
+                new.unlink(missing_ok=True)
+
+
+def _this_process() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"

@@ -2,9 +2,11 @@
 
 A writer gets Python numbers only, on one process only. The files can be resumed: opened with the
 step of the checkpoint that training goes on from, they lose what was written after it, so that
-each step of each split stands in them once, whatever was killed and resumed.
+each step of each split stands in them once, whatever was killed and resumed. What a full disk
+refuses they keep in memory and try to write again; only `flush` and `close` raise for it.
 """
 
+import io
 import json
 import math
 import os
@@ -20,6 +22,7 @@ import numpy as np
 
 from haikutrain import pictures
 from haikutrain.errors import UsageError
+from haikutrain.growing_file import Backlog, GrowingFile, replace_file
 
 Media = np.ndarray | str
 """A picture or a text."""
@@ -36,10 +39,14 @@ class MetricWriter(Protocol):
         return
 
     def flush(self) -> None:
-        """Returns when all that was written is on disk."""
+        """Hands all that was written to the system; raises OSError if it does not take it."""
+
+    def sync(self) -> None:
+        """Returns when all that was flushed is on disk; another thread may call it."""
+        return
 
     def close(self) -> None:
-        """Flushes and frees; closing twice is fine."""
+        """Flushes and frees, also if flushing raises; closing twice is fine."""
 
 
 class Writers:
@@ -61,6 +68,9 @@ class Writers:
     def flush(self) -> None:
         self._each(lambda writer: writer.flush())
 
+    def sync(self) -> None:
+        self._each(lambda writer: writer.sync())
+
     def close(self) -> None:
         self._each(lambda writer: writer.close())
 
@@ -78,41 +88,11 @@ class Writers:
             raise first
 
 
-class _FileWriter(MetricWriter):
-    """A file that grows by whole pieces.
-
-    What a full disk refuses stays in the buffer, so that a later piece cannot land behind half of
-    an earlier one.
-    """
-
-    def __init__(self, path: pathlib.Path, mode: str):
-        self._file = open(path, mode)  # noqa: SIM115
-        # A new name is on disk only once its directory is.
-        directory = os.open(path.parent, os.O_RDONLY)
-        os.fsync(directory)
-        os.close(directory)
-
-    def flush(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        if not self._file.closed:
-            try:
-                self.flush()
-            finally:
-                self._file.close()
-
-    def _append(self, piece: bytes) -> None:
-        self._file.write(piece)
-        self._file.flush()
-
-
-class JsonLines(_FileWriter):
+class JsonLines(GrowingFile, MetricWriter):
     """One JSON object a line: `{"step": 50, "split": "train", "loss": 0.25}`.
 
     Non-finite numbers are `null`. A line is handed to the operating system as it is written, so
-    that it outlives the process; `flush` makes it outlive the machine.
+    that it outlives the process; `sync` makes it outlive the machine.
 
     Args:
       path: the file; its directory exists.
@@ -122,7 +102,7 @@ class JsonLines(_FileWriter):
         new one.
 
     Raises:
-      OSError: if the file cannot be read or written; so does `write`.
+      OSError: if the file cannot be read or written.
     """
 
     def __init__(self, path: str | os.PathLike[str], resume_step: int | None = None):
@@ -137,7 +117,7 @@ class JsonLines(_FileWriter):
             raise UsageError(f"metric {name!r}: the log itself needs that name; choose another")
         line: dict[str, Any] = {"step": step, "split": split}
         line.update((name, _finite(value)) for name, value in scalars.items())
-        self._append(json.dumps(line, allow_nan=False).encode() + b"\n")
+        self.append(json.dumps(line, allow_nan=False).encode() + b"\n")
 
 
 def _finite(value: float) -> float | None:
@@ -147,7 +127,7 @@ def _finite(value: float) -> float | None:
 
 
 def _keep_lines(path: pathlib.Path, last_step: int) -> None:
-    """Rewrites the file with its lines up to `last_step` only."""
+    """Leaves only its lines up to `last_step` in the file, which becomes another if it changes."""
 
     def good(line: bytes) -> bool:
         try:
@@ -156,13 +136,12 @@ def _keep_lines(path: pathlib.Path, last_step: int) -> None:
             return False
         return isinstance(step, int) and step <= last_step
 
-    temporary = path.with_name(path.name + ".tmp")
-    with open(path, "rb") as old, open(temporary, "wb") as new:
-        # A whole object whose line end alone was lost is kept: its step will not come again.
-        new.writelines(line.rstrip(b"\n") + b"\n" for line in old if good(line))
-        new.flush()
-        os.fsync(new.fileno())
-    os.replace(temporary, path)
+    old = path.read_bytes()
+    # A whole object whose line end alone was lost is kept: its step will not come again.
+    new = b"".join(line.rstrip(b"\n") + b"\n" for line in io.BytesIO(old) if good(line))
+    # Else it stays the file that another process may be appending to.
+    if new != old:
+        replace_file(path, new)
 
 
 class MediaFiles(MetricWriter):
@@ -170,32 +149,37 @@ class MediaFiles(MetricWriter):
 
     def __init__(self, directory: str | os.PathLike[str]):
         self._directory = pathlib.Path(directory)
+        self._backlog = Backlog(str(directory), self._write_file)
 
     def write(self, step: int, split: str, scalars: Mapping[str, float]) -> None:
         pass  # Scalars go elsewhere.
 
+    def write_media(self, step: int, split: str, media: Mapping[str, Media]) -> None:
+        for name, value in media.items():
+            stem = f"{split}-{name}-{step}".replace("/", "-")
+            if isinstance(value, str):
+                self._backlog.add((f"{stem}.txt", value.encode()))
+            else:
+                self._backlog.add((f"{stem}.png", pictures.encode(value)))
+
     def flush(self) -> None:
-        pass  # Each file is written whole.
+        self._backlog.clear()
 
     def close(self) -> None:
-        pass
+        self.flush()
 
-    def write_media(self, step: int, split: str, media: Mapping[str, Media]) -> None:
+    def _write_file(self, file: tuple[str, bytes]) -> None:
+        name, content = file
         self._directory.mkdir(parents=True, exist_ok=True)
-        for name, value in media.items():
-            path = self._directory / f"{split}-{name}-{step}".replace("/", "-")
-            if isinstance(value, str):
-                path.with_name(f"{path.name}.txt").write_text(value)
-            else:
-                path.with_name(f"{path.name}.png").write_bytes(pictures.encode(value))
+        replace_file(self._directory / name, content)
 
 
-class TensorBoard(_FileWriter):
+class TensorBoard(GrowingFile, MetricWriter):
     """TensorBoard event files; scalars are called `split/name`.
 
     Each start writes a file of its own, which tells TensorBoard to forget what earlier files hold
     of the steps that come again. All scalars of a call travel in one event. Like `JsonLines`, it
-    loses nothing with the process, and after `flush` nothing with the machine.
+    loses nothing with the process, and after `sync` nothing with the machine.
 
     Args:
       directory: made if missing.
@@ -203,7 +187,7 @@ class TensorBoard(_FileWriter):
         a fresh run: it forgets all.
 
     Raises:
-      OSError: if the directory or the file cannot be written; so does `write`.
+      OSError: if the directory or the file cannot be written.
     """
 
     def __init__(self, directory: str | os.PathLike[str], resume_step: int | None = None):
@@ -248,7 +232,7 @@ class TensorBoard(_FileWriter):
         # TFRecord: the length, its checksum, the bytes, their checksum.
         length = struct.pack("<Q", len(event))
         crc, event_crc = (struct.pack("<I", self._crc(part)) for part in (length, event))
-        self._append(length + crc + event + event_crc)
+        self.append(length + crc + event + event_crc)
 
 
 def _next_event_file(directory: pathlib.Path) -> pathlib.Path:

@@ -13,27 +13,28 @@ MODULES = sorted(path.stem for path in PACKAGE.glob("*.py"))
 # From the top down: a module imports only from layers below its own. `__init__` names all.
 LAYERS = [
     {"main", "inspect", "launch"},
-    {"loop"},
-    {"evaluation"},
+    {"follow", "loop"},
+    {"evaluation", "saving"},
     {"start"},
     {"programs"},
     {"eval_feed", "experiment", "feed"},
     {"updates"},
     {"shared_reading"},
-    {"devices", "checkpoint", "hooks"},
+    {"devices", "checkpoint", "hooks", "staging"},
+    {"checkpoint_store"},
     {"collectives", "checkpoint_folder", "data", "pipeline", "precision"},
     {"leaves", "positions", "metrics", "command_line", "config_file"},
-    {"augment", "config", "optimizers", "readers", "train_state", "workdir", "writers"},
+    {"augment", "compiled", "config", "optimizers", "readers", "train_state", "workdir", "writers"},
     {"console", "nonfinite", "pictures", "prefetch", "pixels", "processes", "schedules", "sources"},
     {"cluster", "job"},
     {"hub"},
     {"wire"},
-    {"errors", "signals"},
+    {"errors", "growing_file", "os_errors", "signals"},
 ]
 
 # Who may import a library, where it is not everyone.
 DOORS = {
-    "orbax": {"checkpoint"},
+    "orbax": {"checkpoint_store"},
     "tensorboardX": {"writers"},
     "rich": {"console", "inspect"},
     "PIL": {"sources"},

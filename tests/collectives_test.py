@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import haikutrain
-from haikutrain import collectives, devices
+from haikutrain import collectives, devices, metrics
 from haikutrain.programs import Programs
 
 DEVICES = 4
@@ -99,7 +99,7 @@ def test_the_update_has_one_all_reduce_with_one_operand(tiny):
     made = Programs(tiny.Tiny(config), batch)
     floats = [x for x in jax.tree.leaves(made.state) if jnp.issubdtype(x.dtype, jnp.floating)]
     assert len(floats) > 10
-    sums = devices.place(np.zeros(len(made.metric_names), np.float32))
+    sums = devices.place(metrics.empty_window(made.metric_names))
     update = made._update_program(1)._pmapped
     lowered = update.lower(made.state, sums, devices.place_batch(batch))
     assert all_reduces(lowered.compile().as_text()) == [1]

@@ -75,6 +75,21 @@ def test_the_rows_of_all_processes_are_the_global_batch(examples, size, processe
             np.testing.assert_array_equal(np.concatenate(parts), whole.batch(step)["id"])
 
 
+@SIZES
+def test_stacked_batches_are_the_batches(examples, size):
+    dataset = ids(examples, batch_size=size, seed=4)
+    for step, count in ((0, 1), (0, 9), (3, 5), (7, 16)):
+        for rows in (slice(None), slice(0, size // 2), slice(size // 2, size)):
+            stacked = dataset.stacked(step, count, rows)["id"]
+            wanted = [by_hand(examples, size, 4, step + i)[rows] for i in range(count)]
+            np.testing.assert_array_equal(stacked, np.stack(wanted))
+
+
+def test_an_unshuffled_dataset_stacks_nothing():
+    with pytest.raises(ValueError, match="shuffled"):
+        ids(10, batch_size=4).stacked(0, 2)
+
+
 def test_no_rows_are_a_batch_too():
     for seed in (0, None):
         for begin in (0, 2, 4):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import haikutrain
+from haikutrain import devices
 from haikutrain.errors import UsageError
 from haikutrain.eval_feed import EvalFeed
 from haikutrain.feed import TrainFeed
@@ -345,3 +346,67 @@ def test_the_first_evaluation_batch_is_the_largest():
     feed = EvalFeed([numbered(0, rows=4), numbered(0, rows=8)], "test", 8)
     with pytest.raises(UsageError, match="8 rows after one of 4"):
         list(feed.items())
+
+
+# --- arrays in memory: several batches at once ---------------------------------------------------
+
+
+def shuffled(examples=21, width=2):
+    """Three epochs and a bit are 9 batches of 8: their rows straddle the epochs' ends."""
+    array = np.arange(examples * width, dtype=np.float32).reshape(examples, width)
+    return haikutrain.ArrayDataset({"x": array}, 8, seed=5)
+
+
+class Shifted(haikutrain.ArrayDataset):
+    """Makes something else of each batch."""
+
+    def batch(self, step, rows=slice(None)):
+        return {"x": super().batch(step, rows)["x"] + 1000}
+
+
+@pytest.mark.parametrize("strides", [(1,) * 40, (1, 1, 4, 4, 1, 4), (4,) * 9])
+@pytest.mark.parametrize("start", [0, 13])
+@pytest.mark.parametrize("kind", [haikutrain.ArrayDataset, Shifted])
+def test_items_of_an_array_dataset_are_its_batches(strides, start, kind):
+    dataset = shuffled()
+    dataset.__class__ = kind
+    with TrainFeed(dataset, 8).items(plan(*strides, start=start), None) as items:
+        for (first, steps), item in zip(plan(*strides, start=start), items, strict=True):
+            wanted = [dataset.batch(first + i)["x"].reshape(DEVICES, 2, 2) for i in range(steps)]
+            found = np.asarray(item.batch["x"])
+            np.testing.assert_array_equal(found, wanted[0] if steps == 1 else np.stack(wanted))
+
+
+def test_small_batches_are_placed_sixteen_at_a_time_and_large_ones_alone(monkeypatch):
+    placed = []
+    place = devices.place_batch
+    monkeypatch.setattr(
+        devices, "place_batch", lambda *args, **kwargs: placed.append(1) or place(*args, **kwargs)
+    )
+    for width, calls in ((2, 4), (1 << 16, 49)):  # 64 bytes, and 2 MiB.
+        placed.clear()
+        with TrainFeed(shuffled(width=width), 8).items(plan(*[1] * 49, start=15), None) as items:
+            assert len([item.placed for item in items]) == 49
+        assert len(placed) == calls
+
+
+def test_a_step_takes_its_own_batch_of_a_group(tiny, drive):
+    """The same states as from batches that are placed one by one."""
+    config = tiny.get_config()
+
+    class OneByOne(tiny.Tiny):
+        def train_data(self):
+            dataset = super().train_data()
+
+            class Plain:
+                batch_size = dataset.batch_size
+
+                def batch(self, step, rows):
+                    return dataset.batch(step, rows)
+
+            return Plain()
+
+    grouped, _ = drive(tiny.Tiny(config), 20)
+    alone, _ = drive(OneByOne(config), 20)
+    for a, b in zip(grouped, alone, strict=True):
+        assert haikutrain.digest(a) == haikutrain.digest(b)

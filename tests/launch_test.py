@@ -158,7 +158,7 @@ def test_sigterm_to_the_launcher_stops_the_job(launched):
     launched.wait_for_a_checkpoint()
     launched.process.terminate()
     assert launched.process.wait(30) == 42
-    saved = max(int(path.name) for path in (launched.work / "checkpoints").iterdir())
+    saved = max(int(path.name) for path in (launched.work / "checkpoints").glob("[0-9]*"))
     assert f"[0] haikutrain: stopped by SIGTERM at step {saved} of 5000" in launched.err.read_text()
     assert launched.children() == []
 

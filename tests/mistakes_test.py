@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 
@@ -109,15 +108,17 @@ def test_a_second_trainer_is_refused_and_the_lock_ends_with_the_first(
     with subprocess.Popen(
         [*command, "--config.hold_at=14"], stderr=subprocess.PIPE, text=True
     ) as first:
-        while "step 12/24" not in first.stderr.readline():
-            assert first.poll() is None
-        before = json.loads((workdir / "config.json").read_text())
-        assert main.run(flags) == 2
-        error = capsys.readouterr().err
-        assert f"is in use by process {first.pid} on {os.uname().nodename}" in error
-        assert main.run([*flags, "--mode=eval"]) == 0  # Reading is free.
-        assert json.loads((workdir / "config.json").read_text()) == before
-        first.send_signal(signal.SIGKILL)
+        try:
+            while "step 12/24" not in first.stderr.readline():
+                assert first.poll() is None
+            before = json.loads((workdir / "config.json").read_text())
+            assert main.run(flags) == 2
+            error = capsys.readouterr().err
+            assert f"is in use by process {first.pid} on {os.uname().nodename}" in error
+            assert main.run([*flags, "--mode=eval"]) == 0  # Reading is free.
+            assert json.loads((workdir / "config.json").read_text()) == before
+        finally:
+            first.kill()  # Else its end would be waited for.
     assert main.run(flags) == 0
     assert [line["step"] for line in log_lines(workdir)] == list(range(4, 25, 4))
 

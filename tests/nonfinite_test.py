@@ -106,7 +106,7 @@ Run = Silent
 """
     code, _, err = run_plain("--config.checkpoint_every=1", source=text)
     assert code == 3
-    assert "at step 3 these are not finite: params/batch_norm/offset" in said(err)
+    assert "step 3: these are not finite: params/batch_norm/offset" in said(err)
     assert saved(tmp_path / "work") == [1, 2]
 
 

@@ -1,6 +1,5 @@
 """Jobs of several processes, by the real command: they begin, stop, die and go on together."""
 
-import fcntl
 import json
 import os
 import re
@@ -13,6 +12,8 @@ import time
 
 import numpy as np
 import pytest
+
+from haikutrain.workdir import Workdir
 
 LOST = 75
 
@@ -284,7 +285,7 @@ def test_a_job_that_is_stopped_and_killed_ends_as_the_straight_one(
     assert job.codes(30) == [42, 42], job.output()
     stopped = {int((steps / f"{i}").read_text()) for i in range(2)}
     assert len(stopped) == 1
-    saved = max(int(path.name) for path in (work / "checkpoints").iterdir())
+    saved = max(int(path.name) for path in (work / "checkpoints").glob("[0-9]*"))
     assert {saved} == stopped
     assert f"stopped by SIGTERM at step {saved} of 30, that is saved" in job.output(0)
 
@@ -303,8 +304,14 @@ def test_a_job_that_is_stopped_and_killed_ends_as_the_straight_one(
         assert f"process {dies} died" in job.output(1 - dies)
         assert "Traceback" not in job.output()
 
+    # And a checkpoint is damaged: all go on from the one before.
+    newest = max(int(path.name) for path in (work / "checkpoints").glob("[0-9]*"))
+    files = [path for path in (work / "checkpoints" / str(newest)).rglob("*") if path.is_file()]
+    for path in files:
+        path.write_bytes(path.read_bytes()[:-1])
     job = start(commands(2, 1, *flags))
     assert job.codes() == [0, 0], job.output()
+    assert f"going on from step {newest - 5}" in job.output(0)
     assert digest(work) == straight[1]
     assert log_lines(work) == straight[2]
     assert log_lines(work, "uneven") == log_lines(straight[0], "uneven")
@@ -335,12 +342,12 @@ def test_a_mistake_that_process_0_finds_ends_all_and_is_said_once(
     start, configs, tmp_path, straight
 ):
     shutil.copytree(straight[0], tmp_path / "work")
-    folder = os.open(tmp_path / "work", os.O_RDONLY)
-    fcntl.flock(folder, fcntl.LOCK_EX)
+    holder = Workdir(tmp_path / "work")
+    holder.lock()
     flags = [f"--config={configs / 'sharded.py'}", f"--workdir={tmp_path / 'work'}"]
     job = start(commands(2, 1, *flags))
     assert job.codes(90) == [2, 2]
-    os.close(folder)
+    holder.close()
     assert job.output(0).count("is in use by process") == 1
     assert job.output(1) == ""
 

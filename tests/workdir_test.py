@@ -1,8 +1,12 @@
 """The folder of a run: whose it is, and whether it can be used."""
 
+import errno
+import fcntl
 import json
 import os
 import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -24,7 +28,7 @@ def test_nothing_is_created_before_the_claim(tmp_path):
     }
     # No half-written file stays, and a second claim takes the first one's place.
     folder.claim("digits:Digits", {"seed": 0}, [])
-    assert [path.name for path in folder.path.iterdir()] == ["config.json"]
+    assert sorted(path.name for path in folder.path.iterdir()) == [".lock", "config.json"]
     assert json.loads(folder.config.read_text())["overrides"] == []
 
 
@@ -89,3 +93,59 @@ def test_a_folder_that_may_not_be_entered_is_refused(closed, where):
     folder.check_owner("digits:Digits")
     with pytest.raises(UsageError, match=r"cannot be written \(Permission denied"):
         folder.check_writable()
+
+
+# --- in use ----------------------------------------------------------------------------------
+
+
+HOLDER = """
+import sys, time
+from haikutrain.workdir import Workdir
+folder = Workdir(sys.argv[1])
+folder.lock()
+print("locked", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """A process that holds the lock of `tmp_path`."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "locked\n"
+        yield process
+        process.kill()
+
+
+def test_a_lock_names_its_holder_and_ends_with_it_however_it_dies(tmp_path, holder):
+    folder = Workdir(tmp_path)
+    who = f"process {holder.pid} on {socket.gethostname()}"
+    # config.json says who trained here before.
+    (tmp_path / "config.json").write_text(json.dumps({"started_by": "process 1 on elsewhere"}))
+    with pytest.raises(UsageError, match=rf"{tmp_path} is in use by {who}; .*another --workdir"):
+        folder.lock()
+    folder.lock("other")  # Another kind of job.
+    folder.close()
+    holder.kill()
+    holder.wait()
+    folder.lock()
+    again = Workdir(tmp_path)
+    with pytest.raises(UsageError, match=f"in use by process {os.getpid()} on"):
+        again.lock()
+    folder.close()
+    again.lock()
+    again.close()
+    assert (tmp_path / ".lock").read_text() == ""
+
+
+def test_a_folder_without_locks_is_used_with_a_warning(tmp_path, monkeypatch, caplog):
+    def flock(file, operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    folder = Workdir(tmp_path)
+    folder.claim("digits:Digits", {}, [])
+    folder.close()
+    assert "cannot be locked (No locks available)" in caplog.text

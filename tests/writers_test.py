@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import pathlib
@@ -129,29 +130,106 @@ def test_json_lines_are_whole_whenever_the_cut_is_interrupted(tmp_path, monkeypa
     assert path.read_bytes() == old[: len(old) // 2]
 
 
+@pytest.fixture
+def limit():
+    """Sets the size that no file may exceed: a "disk" that ends there."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size=None: resource.setrlimit(
+        resource.RLIMIT_FSIZE, (soft if size is None else size, hard)
+    )
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 @pytest.mark.parametrize("kind", ["JsonLines", "TensorBoard"])
-def test_a_full_disk_tears_no_line(tmp_path, kind):
+def test_what_a_full_disk_refuses_is_kept_and_nothing_is_half_written(
+    tmp_path, kind, limit, caplog
+):
     path = tmp_path / "log"
     writer = getattr(writers, kind)(path)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    failures = 0
+    refused, size = 0, 0
     for step in range(1, 21):
-        if step in (5, 12):  # The "disk" ends in the middle of a piece, and grows later.
+        if step in (5, 12):  # It ends in the middle of a piece, and grows later.
             size = os.fstat(writer._file.fileno()).st_size
-            resource.setrlimit(resource.RLIMIT_FSIZE, (size + 17, hard))
-        try:
-            writer.write(step, "train", {"loss": 1.0})
-        except OSError:
-            failures += 1
-        if step in (8, 15):
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            limit(size + 17)
+        if step in (9, 16):
+            limit()
+        writer.write(step, "train", {"loss": 1.0})
+        if step in (5, 8, 12, 15):
+            with pytest.raises(OSError, match="File too large"):
+                writer.flush()
+            refused += 1
+            assert os.fstat(writer._file.fileno()).st_size == size
+    writer.flush()
     writer.close()
-    assert failures == 8
+    assert refused == 4
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == 2  # Once each time that the disk is full.
+    assert all("log" in text and "cannot be written: File too large" in text for text in warnings)
     if kind == "JsonLines":
         steps = [line["step"] for line in read_lines(path)]
     else:
         steps = [step for step, _ in read_events(path)["train/loss"]]
     assert steps == list(range(1, 21))
+
+
+@pytest.mark.parametrize("kind", ["JsonLines", "TensorBoard"])
+def test_what_is_lost_at_the_sync_is_written_again(tmp_path, kind, monkeypatch, limit):
+    writer = getattr(writers, kind)(tmp_path / "log")
+    write_steps(writer, 1, 3)
+    writer.flush()
+    writer.sync()
+    size = os.fstat(writer._file.fileno()).st_size
+    write_steps(writer, 4, 6)
+
+    def fsync(file):  # As on a network file system that is full.
+        if not meanwhile:
+            meanwhile.append(7)
+            limit(os.fstat(file).st_size)
+            write_steps(writer, 7, 7)  # The loop writes on, and is refused.
+            limit()
+        os.ftruncate(file, size + 5)
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    meanwhile = []
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        for _ in range(2):
+            with pytest.raises(OSError, match="Disk quota exceeded"):
+                writer.sync()
+            writer.flush()
+        write_steps(writer, 8, 8)
+    writer.close()
+    if kind == "JsonLines":
+        steps = [line["step"] for line in read_lines(tmp_path / "log")]
+    else:
+        steps = [step for step, _ in read_events(tmp_path / "log")["train/loss"]]
+    assert steps == list(range(1, 9))
+
+
+def test_pictures_and_texts_that_a_full_disk_refuses_are_written_later(tmp_path, limit):
+    writer = writers.MediaFiles(tmp_path / "media")
+    limit(100)
+    writer.write_media(1, "test", {"long": "x" * 200})
+    writer.write_media(2, "test", {"short": "y"})
+    with pytest.raises(OSError, match="File too large"):
+        writer.close()
+    assert os.listdir(tmp_path / "media") == []
+    limit()
+    writer.close()
+    written = {path.name: path.read_text() for path in (tmp_path / "media").iterdir()}
+    assert written == {"test-long-1.txt": "x" * 200, "test-short-2.txt": "y"}
+
+
+def test_an_unchanged_file_stays_the_one_that_another_process_appends_to(tmp_path):
+    path = tmp_path / "metrics_eval.jsonl"
+    first = writers.JsonLines(path, sys.maxsize)
+    first.write(1, "test", {"loss": 1.0})
+    second = writers.JsonLines(path, sys.maxsize)
+    second.write(2, "test", {"loss": 1.0})
+    first.write(3, "test", {"loss": 1.0})
+    first.close()
+    second.close()
+    assert [line["step"] for line in read_lines(path)] == [1, 2, 3]
 
 
 def test_tensorboard_killed_at_100_and_resumed_at_40_shows_each_step_once(tmp_path):
