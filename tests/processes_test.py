@@ -317,6 +317,20 @@ def test_a_job_that_is_stopped_and_killed_ends_as_the_straight_one(
     assert log_lines(work, "uneven") == log_lines(straight[0], "uneven")
 
 
+def test_a_process_that_does_not_look_is_ended_too(start, configs, tmp_path):
+    """Its main thread waits for something else, or in a collective that never fails."""
+    (tmp_path / "steps").mkdir()
+    flags = [f"--config={configs / 'sharded.py'}", f"--workdir={tmp_path / 'work'}"]
+    flags += ["--config.stuck=0", f"--config.steps={tmp_path / 'steps'}"]
+    job = start(commands(2, 1, *flags))
+    mark = tmp_path / "steps" / "0"
+    job.wait_until(lambda: mark.exists() and mark.read_text() == "7")
+    job.processes[1].kill()
+    assert job.codes(60) == [LOST, -signal.SIGKILL]
+    assert "process 1 died; start all processes again" in job.output(0)
+    assert [path.name for path in (tmp_path / "work" / "checkpoints").glob("[0-9]*")] == ["5"]
+
+
 def test_an_exception_in_one_process_ends_all(start, configs, tmp_path):
     flags = [f"--config={configs / 'sharded.py'}", f"--workdir={tmp_path / 'work'}"]
     job = start(commands(2, 1, *flags, "--config.raises=1"))
@@ -325,7 +339,7 @@ def test_an_exception_in_one_process_ends_all(start, configs, tmp_path):
     assert "Traceback" not in job.output(0)
     assert job.output(1).count("Traceback") == 1
     # What was saved before is whole.
-    assert [path.name for path in (tmp_path / "work" / "checkpoints").iterdir()] == ["5"]
+    assert [path.name for path in (tmp_path / "work" / "checkpoints").glob("[0-9]*")] == ["5"]
 
 
 def test_data_that_end_in_one_process_end_all(start, configs, tmp_path):

@@ -1,6 +1,7 @@
 """An experiment whose processes have data of their own: iterators, and uneven evaluation data."""
 
 import pathlib
+import threading
 import time
 
 import haiku as hk
@@ -22,6 +23,7 @@ def get_config():
     config.pause = 0.0  # Seconds that each step takes longer.
     config.raises = -1  # The process that raises an exception, and the one whose data end early.
     config.ends = -1
+    config.stuck = -1  # The process whose hook never returns.
     config.steps = ""  # A folder in which each process leaves the step at which it is.
     return config
 
@@ -88,6 +90,8 @@ class Sharded(haikutrain.Experiment):
             if self.config.steps:
                 pathlib.Path(self.config.steps, str(process)).write_text(str(info.step))
             time.sleep(self.config.pause)
+            if process == self.config.stuck and info.step == 7:
+                threading.Event().wait()
             if process == self.config.raises and info.step == 7:
                 raise ArithmeticError("a hook of this process alone")
 
