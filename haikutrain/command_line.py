@@ -1,19 +1,25 @@
 """The command line: flags, overrides of config fields, every mistake in them a UsageError."""
 
 import difflib
+import json
 import logging as python_logging
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from absl import flags, logging
 
 from haikutrain import config
 from haikutrain.errors import UsageError
+from haikutrain.wire import Address
 
 # Their progress reports would bury ours; their warnings still show.
 _CHATTY_PACKAGES = ("orbax", "jax", "grain")
 
+
+COMMAND = "HAIKUTRAIN_COMMAND"
+"""The environment variable with the command that has started all processes, a JSON list."""
 
 _USAGE = """Trains or evaluates the experiment of a config file.
 
@@ -73,10 +79,30 @@ def _own_flags() -> flags.FlagValues:
         "With --mode=eval: an npz file to write, of the values that evaluation keeps row by row.",
         flag_values=own,
     )
+    _define_processes(own)
     for name in ("help", "helpshort", "helpfull"):
         text = "This help; --helpfull also shows the flags of the libraries."
         flags.DEFINE_boolean(name, False, text, flag_values=own)
     return own
+
+
+def _define_processes(own: flags.FlagValues) -> None:
+    flags.DEFINE_enum(
+        "jax_distributed",
+        "auto",
+        ["auto", "on", "off"],
+        "Train together with other processes. auto: where the next three flags are given, and "
+        "under Open MPI, SLURM, Kubernetes and on TPU pods, which say what is left out of them.",
+        flag_values=own,
+    )
+    text = "HOST:PORT where process 0 listens; the same in all processes."
+    flags.DEFINE_string("coordinator_address", None, text, flag_values=own)
+    text = "How many processes there are."
+    flags.DEFINE_integer("num_processes", None, text, flag_values=own)
+    text = "Which of them this is, from 0."
+    flags.DEFINE_integer("process_id", None, text, flag_values=own)
+    text = "Seconds to wait for the other processes."
+    flags.DEFINE_float("init_timeout", 60, text, flag_values=own)
 
 
 class Options:
@@ -97,10 +123,13 @@ class Options:
                 f"--predictions={own.predictions} does nothing with --mode={own.mode}: add "
                 "--mode=eval or leave it out"
             )
+        self.processes = _processes(own)
         self.follow: bool = own.follow
         if own.follow:
             _check_follow(own)
         self.command = ["python", "-m", "haikutrain.main", *argv]
+        if COMMAND in os.environ:
+            self.command = json.loads(os.environ[COMMAND])
 
 
 def parse(argv: Sequence[str], *, libraries: Callable[[], None] = lambda: None) -> Options:
@@ -185,6 +214,31 @@ def _checkpoint(given: str | None, mode: str) -> str | int:
     if given.isdecimal():
         return int(given)
     raise UsageError(f"--checkpoint={given}: it must be latest, best, or the number of a step")
+
+
+def _processes(own: flags.FlagValues) -> dict[str, Any]:
+    """The arguments of `processes.start`."""
+    names = ("coordinator_address", "num_processes", "process_id")
+    given = {name: own[name].value for name in names if own[name].value is not None}
+    shown = " ".join(f"--{name}={value}" for name, value in given.items())
+    if own.jax_distributed == "off" and given:
+        raise UsageError(f"--jax_distributed=off contradicts {shown}; leave out one or the other")
+    count, own_id = given.get("num_processes"), given.get("process_id")
+    if count is not None and count < 1:
+        raise UsageError(f"--num_processes={count}: it must be 1 or more")
+    if own_id is not None and not 0 <= own_id < (count or own_id + 1):
+        raise UsageError(
+            f"--process_id={own_id}: it must be from 0 to {count - 1 if count else 'num_processes'}"
+        )
+    if own.init_timeout <= 0:
+        raise UsageError(f"--init_timeout={own.init_timeout}: it must be more than 0 seconds")
+    address = given.pop("coordinator_address", None)
+    return {
+        "mode": own.jax_distributed,
+        "address": None if address is None else Address.parse(address),
+        **given,
+        "init_timeout": own.init_timeout,
+    }
 
 
 def _check_follow(own: flags.FlagValues) -> None:

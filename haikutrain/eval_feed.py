@@ -1,15 +1,16 @@
 """How an evaluation split reaches the devices: whole, in order, padded to one size."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from haikutrain import devices, pipeline
-from haikutrain.data import batches_from, count_rows, is_by_step, length
+from haikutrain import devices, pipeline, processes
+from haikutrain.data import batches_from, count_rows, describe, is_by_step, length
 from haikutrain.errors import UsageError
+from haikutrain.positions import decode, encode
 from haikutrain.prefetch import ahead
 
 
@@ -56,14 +57,14 @@ class EvalFeed:
                 f"{self._source} is a {type(dataset).__name__}, which cannot be iterated anew for "
                 "each evaluation; return a dataset, or a list of batches"
             )
-        first = self._first()
-        if first is None:
-            raise UsageError(f"{self._source} is empty")
-        self._full = self._full_rows(count_rows(first, self._source))
-        batch, mask = self._padded(first)
+        self.endless = not self._by_step and processes.count() > 1
+        """Whether `items` goes on, without a row, until all processes have come to an end."""
+        self._like, self._full = self._agreed(self._first())
+        batch, mask = self._padded(self._like)
         self.shapes = self._place(batch, mask, 0)
         """An item like those of `items`."""
-        self.padded = self.shapes.padded or self._ends_ragged()
+        padded = self.shapes.padded or self._ends_ragged()
+        self.padded = any(processes.gather(f"padding of {self._source}", padded))
         """Whether some batch is padded, as far as can be known without going through all."""
 
     def _first(self) -> Any:
@@ -73,6 +74,32 @@ class EvalFeed:
         self._rows = slice(rows.start, min(rows.stop, self._size))
         return self._dataset.batch(0, self._rows) if self._length else None
 
+    def _agreed(self, first: Any) -> tuple[Any, int]:
+        """A first batch (without rows, where only others have one) and the rows of a full one.
+
+        Raises:
+          UsageError: there are no batches, or they look otherwise in other processes.
+        """
+        rows = None if first is None else self._full_rows(count_rows(first, self._source))
+        look = None if first is None else describe(first)
+        found = processes.gather(f"first batch of {self._source}", [rows, look])
+        known: list[Any] = [pair for pair in found if pair[0] is not None]
+        if not known:
+            raise UsageError(f"{self._source} is empty")
+        for _, other in known:
+            if look is not None and other != look:
+                raise UsageError(
+                    f"{self._source} gives {look} in process {processes.index()} and {other} in "
+                    "another one; all need the same names, shapes and dtypes"
+                )
+        if len(known) < len(found):
+            empty = (
+                None if first is None else jax.tree.map(lambda leaf: np.asarray(leaf)[:0], first)
+            )
+            likes = processes.gather(f"look of {self._source}", encode(empty))
+            first = next(decode(like) for like in likes if like is not None) if not rows else first
+        return first, max(rows for rows, _ in known)
+
     def _ends_ragged(self) -> bool:
         if not self._by_step or not self._length:
             return False
@@ -80,8 +107,11 @@ class EvalFeed:
         return count_rows(last, self._source) < self._full
 
     def items(self) -> Iterator[EvalItem]:
-        """All batches, each on the devices before it is asked for."""
-        pairs = enumerate(map(self._padded, self._batches()))
+        """All batches, each on the devices before it is asked for. See `endless`."""
+        batches = self._batches()
+        pairs = enumerate(
+            self._without_end(batches) if self.endless else map(self._padded, batches)
+        )
         return ahead(self._place(batch, mask, index) for index, (batch, mask) in pairs)
 
     def _full_rows(self, first: int) -> int:
@@ -97,6 +127,17 @@ class EvalFeed:
             return
         with batches_from(self._dataset, 0, self._rows) as batches:
             yield from itertools.islice(batches, self._length)
+
+    def _without_end(self, batches: Iterable[Any]) -> Iterator[tuple[Any, np.ndarray]]:
+        """The batches, and then one again and again of which no row counts."""
+        batch, mask = self._padded(self._like)
+        for one in batches:
+            # Without rows anywhere, a batch means the end.
+            if count_rows(one, self._source):
+                batch, mask = self._padded(one)
+                yield batch, mask
+        while True:
+            yield batch, np.zeros_like(mask)
 
     def _padded(self, batch: Any) -> tuple[Any, np.ndarray]:
         rows = count_rows(batch, self._source)
@@ -120,4 +161,4 @@ class EvalFeed:
     def _place(self, batch: Any, mask: np.ndarray, index: int) -> EvalItem:
         indices = np.full(jax.local_device_count(), index, np.int32)
         placed = devices.place_batch((batch, mask, indices))
-        return EvalItem(placed[0], placed[1], placed[2], padded=not mask.all())
+        return EvalItem(placed[0], placed[1], placed[2], padded=bool(mask.any() and not mask.all()))

@@ -35,9 +35,13 @@ def evaluate_splits(task: Task, state: TrainState) -> dict[str, SplitResult]:
 
 
 def _evaluate_split(task: Task, state: TrainState, split: str) -> SplitResult:
-    items = task.eval_feeds[split].items()
+    feed = task.eval_feeds[split]
+    items = feed.items()
     mean, kept = Mean(), []
-    for part in devices.fetched(task.programs.evaluate(state, split, item) for item in items):
+    results = (task.programs.evaluate(state, split, item) for item in items)
+    for part in devices.fetched(results, limit=2 if feed.endless else 16):
+        if feed.endless and not part["count"]:
+            break
         mean.add(part["sums"], part["count"])
         if "rows" in part:
             kept.append({name: rows[part["mask"]] for name, rows in part["rows"].items()})

@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from haikutrain import devices, pipeline
+from haikutrain import devices, pipeline, processes
 from haikutrain.data import batches_from, can_stack, count_rows, describe, is_by_step, length
 from haikutrain.errors import UsageError
+from haikutrain.positions import decode, encode
 from haikutrain.prefetch import Prefetch, ahead
 
 # Placing a small batch takes as long as placing several: so many go together, in so many bytes.
@@ -122,6 +123,20 @@ class TrainFeed:
         """Where the iterator stands while no `items` are drawn; None for a dataset by step."""
         # A copy, for an iterator may hand out the very object that it goes on changing.
         return None if self._iterator is None else copy.deepcopy(self._iterator.get_state())
+
+    def gathered(self, position: Any) -> Any:
+        """This position and those of the other processes, to be saved; all processes call it."""
+        if self._by_step or processes.count() == 1:
+            return position
+        return [
+            decode(one) for one in processes.gather("positions of train_data", encode(position))
+        ]
+
+    def own(self, gathered: Any) -> Any:
+        """This process's part of what `gathered` returned in a job of as many processes."""
+        if self._by_step or processes.count() == 1:
+            return gathered
+        return gathered[processes.index()]
 
     @contextlib.contextmanager
     def items(

@@ -8,7 +8,7 @@ from typing import Any
 
 from absl import logging
 
-from haikutrain import devices, evaluation, leaves, nonfinite, signals, writers
+from haikutrain import devices, evaluation, leaves, nonfinite, processes, writers
 from haikutrain.checkpoint import Checkpointer
 from haikutrain.console import Console
 from haikutrain.errors import Stopped
@@ -17,7 +17,8 @@ from haikutrain.experiment import Experiment
 from haikutrain.hooks import Hook, Log, StepInfo, every
 from haikutrain.metrics import Window
 from haikutrain.saving import Saves
-from haikutrain.start import Start, Task, restore_chosen, restore_or_init
+from haikutrain.shared_reading import restore_chosen, together
+from haikutrain.start import Start, Task, restore_or_init
 from haikutrain.train_state import TrainState
 from haikutrain.workdir import Workdir, check_file, write_rows
 
@@ -46,16 +47,18 @@ def train(
     """
     task = Task(experiment)
     folder = Workdir(workdir)
-    folder.check_owner(task.name)
-    folder.check_writable()
+    if devices.is_main_process():
+        folder.check_owner(task.name)
+        folder.check_writable()
     task.check_update()
     with (
         contextlib.closing(folder),
         contextlib.closing(_checkpointer(task, folder)) as checkpointer,
+        processes.committing(checkpointer.wait),
     ):
         if devices.is_main_process():
             folder.lock()
-        start = restore_or_init(task, checkpointer)
+        start = restore_or_init(task, together(checkpointer))
         if start.ended is not None:
             logging.info("%s %s", folder.path, start.ended)
             return start.state
@@ -90,8 +93,10 @@ def evaluate(
     task = Task(experiment)
     if predictions is not None:
         task.check_rows()
-        check_file(predictions)
-    Workdir(workdir).check_writable()
+    if devices.is_main_process():
+        if predictions is not None:
+            check_file(predictions)
+        Workdir(workdir).check_writable()
     state = _restored(task, workdir, checkpoint)
     results = evaluation.evaluate_splits(task, state)
     if devices.is_main_process():
@@ -123,8 +128,10 @@ def how_it_ended(workdir: str | os.PathLike[str]) -> str | None:
 
 def _restored(task: Task, workdir: str | os.PathLike[str], checkpoint: str | int) -> TrainState:
     folder = Workdir(workdir)
-    folder.check_owner(task.name)
-    with contextlib.closing(_checkpointer(task, folder, read_only=True)) as checkpointer:
+    if devices.is_main_process():
+        folder.check_owner(task.name)
+    with contextlib.closing(_checkpointer(task, folder, read_only=True)) as own:
+        checkpointer = together(own)
 
         def read(step: int) -> TrainState:
             logging.info("reading checkpoint %d of %s", step, folder.path)
@@ -178,7 +185,7 @@ class _Run:
         info = stopped_by = None
         with self._task.feed.items(plan, start.position) as items:
             for item in items:
-                stopped_by = signals.received()
+                stopped_by = processes.stop_requested()
                 if stopped_by is not None:
                     break
                 state, window.sums = self._task.programs.update(state, window.sums, item)
@@ -242,7 +249,8 @@ class _Run:
                 raise
         # A save out of turn is not judged: the log must be that of the uninterrupted run.
         in_turn = ended is not None or info.crossed(self._task.config.checkpoint_every)
-        if self._saves.last != info.step:
+        # Process 0 alone knows whether a save has failed.
+        if processes.from_main("the last save", lambda: self._saves.last) != info.step:
             self._save(info, ended=ended, judged=in_turn)
         self._saves.finish()
         if ended is not None:
@@ -261,7 +269,8 @@ class _Run:
         info.evaluations, info.evaluations_step = self._evaluations
 
     def _save(self, info: StepInfo, *, ended: str | None, judged: bool) -> None:
-        self._saves.save(info, self._position, ended=ended, judged=judged)
+        position = self._task.feed.gathered(self._position)
+        self._saves.save(info, position, ended=ended, judged=judged)
 
 
 def _judge(task: Task, start: Start) -> nonfinite.Judge:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from absl import app, logging
 from ml_collections import ConfigDict
 
-from haikutrain import command_line, config, signals
+from haikutrain import command_line, config, processes, signals
 from haikutrain.errors import (
     CheckpointDamaged,
     CheckpointUnreadable,
@@ -41,30 +41,30 @@ def run(argv: Sequence[str]) -> int:
     The errors of `haikutrain.errors` become one line on stderr and their code; any other exception
     passes through.
     """
+    with signals.caught():
+        return _run(argv)
+
+
+def _run(argv: Sequence[str]) -> int:
     try:
-        with signals.caught():
-            parse = functools.partial(command_line.parse, libraries=_import_libraries)
-            app.run(_execute, argv=["haikutrain", *argv], flags_parser=parse)
+        parse = functools.partial(command_line.parse, libraries=_import_libraries)
+        app.run(_execute, argv=["haikutrain", *argv], flags_parser=parse)
     except UsageError as error:
-        _say(f"error: {error}")
         logging.debug("where it was raised", exc_info=True)  # Shown by --verbosity=1.
-        return 2
+        return processes.leave(2, f"error: {error}", error)
     except tuple(_EXIT_CODES) as error:
-        _say(str(error))
-        return _EXIT_CODES[type(error)]
-    except KeyboardInterrupt:
-        _say("interrupted")
-        return 130
+        return processes.leave(_EXIT_CODES[type(error)], str(error), error)
+    except KeyboardInterrupt as error:
+        return processes.leave(130, "interrupted", error)
     except SystemExit as stop:
         if isinstance(stop.code, str):
             print(stop.code, file=sys.stderr)
-            return 1
-        return stop.code or 0
-    return 0
-
-
-def _say(text: str) -> None:
-    print(f"haikutrain: {' '.join(text.split())}", file=sys.stderr)
+        return processes.leave(1 if isinstance(stop.code, str) else stop.code or 0, None, stop)
+    except Exception as error:
+        if processes.count() == 1:
+            raise
+        return processes.leave(1, None, error)
+    return processes.leave(0)
 
 
 def _import_libraries() -> None:
@@ -80,6 +80,7 @@ def _execute(options: command_line.Options) -> int:
         signals.end_at_once()
     if options.cpu_devices is not None:
         devices.simulate(options.cpu_devices)  # Before the config file: it may start JAX.
+    processes.start(**options.processes)
     loaded = config_file.load(options.config, options.overrides)
     # First the rules that need no device: a mistake should not wait for a backend to start.
     config.validate(loaded.config)
@@ -93,11 +94,13 @@ def _execute(options: command_line.Options) -> int:
         results = evaluate(
             experiment, workdir, checkpoint=options.checkpoint, predictions=options.predictions
         )
-        for split, values in results.items():
+        for split, values in results.items() if processes.index() == 0 else ():
             for name, value in values.items():
                 print(f"{split} {name} {value:.6g}")
         return 0
     state = train(experiment, workdir, overrides=options.overrides)
+    if processes.index() != 0:
+        return 0
     print(_where_things_are(workdir))
     print(_how_to_go_on(int(state.step), how_it_ended(workdir), loaded.config, options.command))
     return 0

@@ -1,21 +1,22 @@
 """How a run begins: the experiment made ready, and its state restored or made."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from absl import logging
 
-from haikutrain import compiled, devices, leaves, metrics, precision
+from haikutrain import compiled, devices, leaves, metrics, precision, processes
 from haikutrain import config as configs
-from haikutrain.checkpoint import Checkpointer, encode, find_checkpoint
+from haikutrain.checkpoint import Checkpointer, encode
 from haikutrain.errors import CheckpointMissing, UsageError
 from haikutrain.eval_feed import EvalFeed
 from haikutrain.experiment import Experiment
 from haikutrain.feed import TrainFeed
 from haikutrain.programs import Programs
+from haikutrain.shared_reading import Reader, find_together, restore_chosen, together
 from haikutrain.train_state import TrainState
 from haikutrain.workdir import experiment_name, same_experiment
 
@@ -53,6 +54,24 @@ class Task:
         for split, feed in self.eval_feeds.items():
             self.programs.check_exact(split, feed.shapes, padded=feed.padded)
         self.best_metric = self._best_metric()
+        self._fingerprints = self._agree()
+
+    def _agree(self) -> list[dict[str, Any]]:
+        """The fingerprints of the training data of all processes, which must do the same."""
+        if jax.process_count() != processes.count():
+            raise UsageError(
+                "these processes were not joined by haikutrain: call haikutrain.processes.start "
+                "instead of jax.distributed.initialize, and haikutrain.processes.leave at the end"
+            )
+        fingerprint = self.feed.fingerprint()
+        same = {
+            "the experiment": self.name,
+            **{f"config.{name}": value for name, value in self.config_json.items()},
+            "the number of devices": jax.local_device_count(),
+            "eval_data's splits": list(self.eval_feeds),
+            "train_data's rows": [fingerprint["protocol"], fingerprint["row"]],
+        }
+        return processes.agree(same, fingerprint)
 
     @property
     def parameters(self) -> int:
@@ -112,7 +131,8 @@ class Task:
         return {
             "experiment": self.name,
             "config": self.config_json,
-            "data": self.feed.fingerprint(),
+            "data": self._fingerprints[0],
+            "data_of_others": self._fingerprints[1:],
             "window": window,
             "ended": ended,
             "devices": devices.device_count(),
@@ -165,7 +185,7 @@ class Start:
     """If there is nothing to do: why."""
 
 
-def restore_or_init(task: Task, checkpointer: Checkpointer) -> Start:
+def restore_or_init(task: Task, checkpointer: Reader) -> Start:
     """The newest good checkpoint of the run's own, else `config.restore_from`, else a new state.
 
     Raises:
@@ -192,7 +212,7 @@ def _start(task: Task, state: TrainState, step: int) -> Start:
     return Start(state, step, stop, zeros)
 
 
-def _resumed(task: Task, checkpointer: Checkpointer, step: int) -> Start:
+def _resumed(task: Task, checkpointer: Reader, step: int) -> Start:
     meta = checkpointer.read_meta(step)
     changed = _check_same_run(task, meta)
     start = _restored(task, checkpointer, step)
@@ -204,10 +224,10 @@ def _resumed(task: Task, checkpointer: Checkpointer, step: int) -> Start:
     return start
 
 
-def _restored(task: Task, checkpointer: Checkpointer, step: int) -> Start:
+def _restored(task: Task, checkpointer: Reader, step: int) -> Start:
     restored = checkpointer.restore(step, task.programs.state)
     start = _start(task, devices.place(restored.state), step)
-    start.position = restored.data
+    start.position = task.feed.own(restored.data)
     window = restored.meta["window"]
     if window["names"] == task.programs.metric_names:
         sums = np.array(window["sums"], np.float32)
@@ -217,14 +237,14 @@ def _restored(task: Task, checkpointer: Checkpointer, step: int) -> Start:
 
 
 def _restored_from(task: Task, path: str) -> Start:
-    directory, step = find_checkpoint(path)
-    source = Checkpointer(directory, read_only=True)
+    directory, step = find_together(path)
+    source = together(Checkpointer(directory, read_only=True))
     read = _resumed if task.config.restore_only == "all" else _with_weights
     chosen = "latest" if step is None else step
     return restore_chosen(source, chosen, lambda step: read(task, source, step))
 
 
-def _with_weights(task: Task, source: Checkpointer, step: int) -> Start:
+def _with_weights(task: Task, source: Reader, step: int) -> Start:
     logging.info("taking weights from checkpoint %d of %s", step, source.directory)
     if type(task.experiment).warm_start is not Experiment.warm_start:
         saved = source.read(step).state
@@ -253,39 +273,6 @@ def _check_warm(task: Task, state: TrainState) -> None:
         )
 
 
-def restore_chosen(
-    checkpointer: Checkpointer, checkpoint: str | int, read: Callable[[int], T]
-) -> T:
-    """What `read` makes of the checkpoint that "latest", "best" or a number names.
-
-    "latest" is the newest that is not damaged, see `Checkpointer.newest_good`; any other that is
-    damaged is an error.
-
-    Raises:
-      UsageError: there is no such checkpoint.
-    """
-    if checkpoint == "latest" and (result := checkpointer.newest_good(read)) is not None:
-        return result
-    steps = checkpointer.steps()
-    if not steps:
-        raise UsageError(f"there is no checkpoint in {checkpointer.directory}")
-    if checkpoint == "best":
-        best = checkpointer.best_step()
-        if best is None:
-            raise UsageError(
-                f"no checkpoint in {checkpointer.directory} has a number for config.best_metric"
-            )
-        return read(best)
-    if isinstance(checkpoint, str) and checkpoint.isdecimal():
-        checkpoint = int(checkpoint)
-    if checkpoint not in steps:
-        raise UsageError(
-            f"there is no checkpoint of step {checkpoint} in {checkpointer.directory}; there are "
-            f"{', '.join(map(str, steps))}"
-        )
-    return read(int(checkpoint))
-
-
 def _check_same_run(task: Task, meta: Mapping[str, Any]) -> list[str]:
     """Raises UsageError for what must not change; returns what has changed besides."""
     if not same_experiment(meta["experiment"], task.name):
@@ -294,7 +281,7 @@ def _check_same_run(task: Task, meta: Mapping[str, Any]) -> list[str]:
             "another --workdir, or take the weights alone (restore_from, restore_only='weights')"
         )
     changed = [f"config.{change}" for change in configs.check_same_run(meta["config"], task.config)]
-    before, now = meta["data"], task.feed.fingerprint()
+    before, now = _fingerprint(meta), task.feed.fingerprint()
     if now["protocol"] == "by step" and "workers" in now:  # They only work ahead.
         was, workers = before.get("workers"), now.pop("workers")
         if was != workers:
@@ -316,6 +303,13 @@ def _check_same_run(task: Task, meta: Mapping[str, Any]) -> list[str]:
             "(restore_from takes the weights along)"
         )
     return changed
+
+
+def _fingerprint(meta: Mapping[str, Any]) -> Mapping[str, Any]:
+    """That of this process's part of the data; where there was no such process, of the first's."""
+    others = meta.get("data_of_others", [])
+    own = processes.index()
+    return others[own - 1] if 0 < own <= len(others) else meta["data"]
 
 
 def _ended(task: Task, meta: Mapping[str, Any], start: Start) -> str | None:
