@@ -272,8 +272,12 @@ class Program:
             # The executable is as fast as `jit(shard_map)` called directly. With several
             # processes only the wrapper turns this process's arrays into global ones.
             single = jax.process_count() == 1
-            self._call = self._pmapped.lower(*arguments).compile() if single else self._pmapped
+            self._call = self.compiled(*arguments) if single else self._pmapped
         return self._call(*arguments)
+
+    def compiled(self, *arguments: Any) -> Any:
+        """The executable for these arguments, which knows its memory and FLOPs; compiles."""
+        return self._pmapped.lower(*arguments).compile()
 
 
 def _drop_axis(tree: Any, axis: int | None) -> Any:

@@ -137,6 +137,10 @@ class Programs:
         """Takes the item's steps; `state` is donated. Returns the state and the window's sums."""
         return self._update_program(item.steps)(state, sums, item.batch)
 
+    def compiled_update(self, state: TrainState, sums: jax.Array, item: TrainItem) -> Any:
+        """The executable of the item's steps, which knows its memory and FLOPs; compiles."""
+        return self._update_program(item.steps).compiled(state, sums, item.batch)
+
     def _update_program(self, steps: int) -> devices.Program:
         if steps not in self._updates:
 

@@ -13,17 +13,21 @@ MODULES = sorted(path.stem for path in PACKAGE.glob("*.py"))
 # From the top down: a module imports only from layers below its own. `__init__` names all.
 LAYERS = [
     {"main", "inspect"},
+    {"check"},
+    {"check_cost", "check_devices", "check_evaluation", "check_replicas", "check_update"},
+    {"check_data", "check_runs", "check_watch"},
     {"loop"},
     {"evaluation"},
     {"start"},
     {"programs"},
     {"eval_feed", "experiment", "feed"},
+    {"check_trace"},
     {"updates"},
     {"devices", "checkpoint", "hooks"},
     {"collectives", "checkpoint_folder", "data", "pipeline", "precision"},
     {"leaves", "positions", "metrics", "command_line", "config_file"},
     {"augment", "config", "optimizers", "readers", "train_state", "workdir", "writers"},
-    {"console", "pictures", "prefetch", "pixels", "schedules", "sources"},
+    {"check_table", "console", "pictures", "prefetch", "pixels", "schedules", "sources"},
     {"errors", "signals"},
 ]
 

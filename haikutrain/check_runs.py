@@ -1,0 +1,319 @@
+"""Checks by the command itself: stopped and resumed in another process, and on other devices."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from haikutrain import leaves
+from haikutrain.check_table import Row, broken, held, listed, measured, unchecked
+from haikutrain.checkpoint import Checkpointer
+from haikutrain.errors import UsageError
+
+RESUME = "stop, new process, go on: bit-exact"
+DEVICES = "other devices, the same losses"
+_LIMIT = 1800.0  # Seconds that a command may take.
+_SPEEDS = ("steps_per_second", "examples_per_second")
+_LIVE: set[subprocess.Popen[str]] = set()
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What the user's command line asks to have checked."""
+
+    config: str
+    """`FILE.py[:variant]`."""
+    overrides: Sequence[str]
+    """`--config.x=y` each."""
+    cpu_devices: int | None
+    """Devices to simulate."""
+
+    def flags(self, fields: Mapping[str, Any], cpu_devices: int | None = None) -> list[str]:
+        """The flags of a command that runs the same, but for some fields of the config."""
+        count = cpu_devices or self.cpu_devices
+        own = [f"--config.{name}={value}" for name, value in fields.items()]
+        simulated = [] if count is None else [f"--cpu_devices={count}"]
+        return [f"--config={self.config}", *self.overrides, *own, *simulated]
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether it surely runs on the CPU, where several commands may run at a time."""
+        return self.cpu_devices is not None or os.environ.get("JAX_PLATFORMS") == "cpu"
+
+
+class Command:
+    """One process of `python -m ...`, begun at once; its output goes to files in `folder`."""
+
+    def __init__(self, folder: pathlib.Path, name: str, *arguments: str):
+        self.name = name
+        self._err = folder / f"{name}.err"
+        with self._err.open("w") as err, (folder / f"{name}.out").open("w") as out:
+            command = [sys.executable, "-m", *arguments]
+            env = {**os.environ, **_shared_compilations(folder)}
+            self._process = subprocess.Popen(command, stdout=out, stderr=err, text=True, env=env)
+        _LIVE.add(self._process)
+
+    def wait(self) -> int:
+        """Its exit code; 124 if it took too long."""
+        try:
+            return self._process.wait(_LIMIT)
+        except subprocess.TimeoutExpired:
+            return 124
+        finally:
+            end(self._process)
+
+    @property
+    def said(self) -> str:
+        """The last line that it wrote to stderr."""
+        lines = [
+            line for line in self._err.read_text(errors="replace").splitlines() if line.strip()
+        ]
+        return lines[-1] if lines else "nothing was said"
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """Ends a process that may be running."""
+    with contextlib.suppress(ProcessLookupError):
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    _LIVE.discard(process)
+
+
+def end_all() -> None:
+    """Ends every command that is running."""
+    for process in list(_LIVE):
+        end(process)
+
+
+def _shared_compilations(folder: pathlib.Path) -> dict[str, str]:
+    # On accelerators each process compiles for itself, as a run's would: what autotuning chooses
+    # may differ, and is to be seen.
+    if os.environ.get("JAX_PLATFORMS") != "cpu" or "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return {}
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How far the commands run."""
+
+    half: int
+    whole: int
+    fields: dict[str, int]
+    """The periods that they run with."""
+
+
+def plan(config: Any) -> Plan | None:
+    """Six calls with a stop after three, in the middle of a log window; None if the run is one."""
+    stride = config.steps_per_call
+    calls = min(6, config.num_steps // stride)
+    if calls < 2:
+        return None
+    far = max(config.num_steps, 6 * stride)
+    fields = {"log_every": 2 * stride, "eval_every": far, "checkpoint_every": far}
+    return Plan(calls // 2 * stride, calls * stride, fields)
+
+
+class Runs:
+    """The commands of a check: a straight run, and one that is stopped and begun again.
+
+    Raises:
+      UsageError: a command was refused; in its own words.
+    """
+
+    def __init__(self, request: Request, config: Any, folder: pathlib.Path):
+        self.folder = folder
+        self.plan = plan(config)
+        self.failure: str | None = None
+        if self.plan is None:
+            return
+        straight, first = self._start(request, "straight", "whole"), None
+        if request.on_cpu:
+            first = self._start(request, "stopped", "half")
+        self._finish(straight)
+        self._finish(first or self._start(request, "stopped", "half"))
+        if self.failure is None:
+            self._finish(self._start(request, "stopped", "whole", name="resumed"))
+
+    def _start(self, request: Request, workdir: str, until: str, name: str = "") -> Command:
+        assert self.plan is not None
+        fields = {**self.plan.fields, "stop_after": getattr(self.plan, until)}
+        flags = [*request.flags(fields), f"--workdir={self.folder / workdir}"]
+        return Command(self.folder, name or workdir, "haikutrain.main", *flags)
+
+    def _finish(self, command: Command) -> None:
+        code = command.wait()
+        if code == 2:
+            raise UsageError(command.said.partition("error: ")[2] or command.said)
+        if code != 0 and self.failure is None:
+            self.failure = f"the {command.name} run ended with code {code}: {command.said}"
+
+    def row(self) -> Row:
+        """Whether the run that was stopped is the straight one."""
+        if self.plan is None:
+            return unchecked(RESUME, "the run is one call of the update")
+        if self.failure is not None:
+            return broken(RESUME, self.failure, "run the same command without --mode=check")
+        tables = [self._state(name) for name in ("straight", "stopped")]
+        different = [path for path in tables[0] if not _equal(tables, path)]
+        different += [path for path in tables[1] if path not in tables[0]]
+        logs = [self.log(name) for name in ("straight", "stopped")]
+        half, whole = self.plan.half, self.plan.whole
+        if not different and logs[0] == logs[1]:
+            return held(RESUME, f"{half} steps, then to {whole}: equal digests, equal logs")
+        where = f"after {half} steps and a new start, at {whole}: {listed(different)} differs"
+        if not different:
+            where = f"the logs differ: {_first_difference(*logs)}"
+        return broken(
+            RESUME,
+            where,
+            "something that the run depends on is in no checkpoint: an order of data that restarts "
+            "(see the rows of the data), state kept outside of the TrainState, or randomness of "
+            "the host (np.random) frozen in the update",
+        )
+
+    def _state(self, name: str) -> dict[str, Any]:
+        assert self.plan is not None
+        checkpoints = Checkpointer(self.folder / name / "checkpoints", read_only=True)
+        return leaves.leaf_table(checkpoints.read(self.plan.whole).state)
+
+    def log(self, name: str) -> list[dict[str, Any]]:
+        """The lines of a run's log, without speeds."""
+        return [{k: v for k, v in x.items() if k not in _SPEEDS} for x in self._lines(name)]
+
+    def _lines(self, name: str) -> list[dict[str, Any]]:
+        text = (self.folder / name / "metrics.jsonl").read_text()
+        return [json.loads(line) for line in text.splitlines()]
+
+    def seconds_a_step(self) -> float | None:
+        """Measured by the straight run, without its compilation; None if it failed."""
+        if self.plan is None or self.failure is not None:
+            return None
+        speeds = [x["steps_per_second"] for x in self._lines("straight") if _SPEEDS[0] in x]
+        return 1 / statistics.median(speeds) if speeds else None
+
+
+def _equal(tables: Sequence[Mapping[str, Any]], path: str) -> bool:
+    a, b = (table.get(path) for table in tables)
+    return b is not None and a is not None and leaves.digest({path: a}) == leaves.digest({path: b})
+
+
+def _first_difference(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> str:
+    for old, new in zip(a, b, strict=False):
+        for name, value in old.items():
+            if new.get(name) != value:
+                return f"{name} at step {old['step']} was {value} and is {new.get(name)}"
+    return f"{len(a)} lines and {len(b)}"
+
+
+# --- other devices ---------------------------------------------------------------------------
+
+
+class Elsewhere:
+    """The first steps on so many simulated devices, in another process, begun at once."""
+
+    def __init__(self, request: Request, folder: pathlib.Path, cpu_devices: int, steps: int):
+        name = f"on-{cpu_devices}"
+        self.cpu_devices = cpu_devices
+        self._file = folder / f"{name}.json"
+        flags = request.flags({}, cpu_devices)
+        arguments = ["haikutrain.check_devices", str(self._file), str(steps), *flags]
+        self._command = Command(folder, name, *arguments)
+
+    def result(self) -> dict[str, Any] | str:
+        """`metrics`, a dict a step, and `data`, a checksum a step; or why there are none."""
+        code = self._command.wait()
+        if code == 0:
+            result: dict[str, Any] = json.loads(self._file.read_text())
+            return result
+        return f"on {self.cpu_devices} devices: code {code}, {self._command.said}"
+
+
+def devices_row(
+    here: Mapping[str, Any],
+    there: Mapping[str, Any],
+    counts: tuple[int, int],
+    reasons: Sequence[str],
+    tolerance: float,
+) -> Row:
+    """Compares the steps on two numbers of devices.
+
+    Args:
+      here: `metrics`, a dict a step, and `data`, a checksum a step.
+      there: the same, on another number of devices.
+      counts: the two numbers of devices.
+      reasons: what in the network makes losses depend on the devices.
+      tolerance: of the first step's losses, relative.
+    """
+    both = f"on {counts[0]} and {counts[1]} devices"
+    for step, (a, b) in enumerate(zip(here["data"], there["data"], strict=False)):
+        if a != b:
+            return broken(
+                DEVICES,
+                f"batch {step} has other rows, or another order of them, {both}",
+                "the order of the data depends on the number of devices: the global batch must be "
+                "chosen from the seed and the step alone, and then split",
+            )
+    difference = compare(here["metrics"], there["metrics"], tolerance)
+    if difference is None:
+        return held(DEVICES, f"{len(here['data'])} steps {both}, the same examples")
+    if reasons:
+        why = f"{difference} {both}, and may: {'; '.join(reasons)}"
+        return held(DEVICES, why)
+    return broken(
+        DEVICES,
+        f"{difference} {both}",
+        "something is computed from one device's part alone: a mean that is not averaged over the "
+        "devices (haikutrain.pmean), or a statistic of a device's own batch",
+    )
+
+
+def compare(
+    a: Sequence[Mapping[str, float]], b: Sequence[Mapping[str, float]], tolerance: float
+) -> str | None:
+    """The first loss that differs by more than rounding, which grows with the steps."""
+    if not a or not a[0]:
+        return None
+    losses = [name for name in a[0] if "loss" in name and name != "loss_scale"]
+    names = losses or [name for name in a[0] if name not in ("learning_rate", "grad_norm")]
+    for step, (old, new) in enumerate(zip(a, b, strict=False)):
+        relative = min(tolerance * 10**step, max(tolerance, 1e-2))
+        for name in names:
+            scale = max(abs(old[name]), abs(new[name]), 1e-3)
+            if not abs(old[name] - new[name]) <= relative * scale:
+                return f"{name} of step {step + 1} is {old[name]:.7g} and {new[name]:.7g}"
+    return None
+
+
+# --- the whole run ---------------------------------------------------------------------------
+
+
+def time_row(config: Any, seconds: float | None, save: float) -> Row:
+    """How long the run will take."""
+    what = "time of the whole run"
+    if seconds is None:
+        return unchecked(what, "no step was timed")
+    saves = -(-config.num_steps // config.checkpoint_every)
+    total = config.num_steps * seconds
+    return measured(
+        what,
+        f"{config.num_steps:,} steps of {_duration(seconds)} make {_duration(total)}, without "
+        f"evaluations; {saves:,} checkpoints, each written in {_duration(save)} beside training",
+    )
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1000:.3g} ms"
