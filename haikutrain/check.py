@@ -30,7 +30,7 @@ from haikutrain import (
 )
 from haikutrain import config as configs
 from haikutrain.check_runs import Elsewhere, Request, Runs
-from haikutrain.check_table import BROKEN, Row, table, unchecked
+from haikutrain.check_table import BROKEN, Row, listed, table, unchecked
 from haikutrain.check_trace import UpdateTrace
 from haikutrain.check_watch import Seen, Steps
 from haikutrain.start import Task
@@ -73,35 +73,62 @@ def _say(text: str) -> None:
 
 def check_experiment(experiment: Any, request: Request, runs: Runs) -> Iterator[Row]:
     """The rows of an experiment whose commands have been run."""
-    kind, config = type(experiment), experiment.config
-    configs.validate(config, device_count=devices.device_count())
-    task = Task(kind(copy.deepcopy(config)))
-    params = check_update.params_row(task)
-    yield params
-    if params.result == BROKEN:
-        yield unchecked(check_update.GRADIENTS, "the update cannot be traced")
-        yield from check_data.data_rows(experiment)
-        yield runs.row()
-        return
-    yield check_update.shapes_row(task)
-    task.check_update()
-    others = _begin_elsewhere(request, runs.folder, config)
-    pure, trace = check_update.pure_row(experiment, task)
-    steps, seen = check_update.take_steps(experiment)
-    yield from check_update.update_rows(steps, trace=trace, seen=seen)
-    yield check_replicas.replicas_row(steps)
-    yield check_replicas.random_row(steps, trace)
-    yield pure
-    yield check_update.traces_row(steps, seen)
-    yield check_evaluation.evaluation_row(steps, seen)
+    configs.validate(experiment.config, device_count=devices.device_count())
+    others = _begin_elsewhere(request, runs.folder, experiment.config)
+    looked = Looked(experiment)
+    yield from looked.rows()
     yield from check_data.data_rows(experiment)
     yield runs.row()
-    yield _devices_row(steps, seen, trace, others)
-    yield check_cost.calls_row(steps, _tolerance(trace))
-    yield check_cost.cost_row(task, steps.item)
-    saved, seconds = check_cost.checkpoint_row(task, steps.first, runs.folder)
+    if looked.trace is None:
+        return
+    yield _devices_row(looked, others)
+    tolerance = _tolerance(looked.trace)
+    yield check_cost.calls_row(looked.steps, tolerance)
+    yield check_cost.cost_row(looked.task, looked.steps.item)
+    saved, seconds = check_cost.checkpoint_row(looked.task, looked.steps.first, runs.folder)
     yield saved
-    yield check_runs.time_row(config, runs.seconds_a_step(), seconds)
+    yield check_runs.time_row(experiment.config, runs.seconds_a_step(), seconds)
+
+
+class Looked:
+    """An experiment's first steps, looked at in this process.
+
+    Attributes:
+      task: the experiment, not watched.
+      steps: what it did, watched.
+      seen: what was noticed meanwhile.
+      trace: of its update; None if that cannot be traced.
+    """
+
+    steps: Steps
+    seen: Seen
+
+    def __init__(self, experiment: Any):
+        self._experiment = experiment
+        self.task = Task(type(experiment)(copy.deepcopy(experiment.config)))
+        self.trace: UpdateTrace | None = None
+
+    def rows(self) -> Iterator[Row]:
+        """What was found. To be read to its end before the attributes are."""
+        params = check_update.params_row(self.task)
+        yield params
+        if params.result == BROKEN:
+            yield unchecked(check_update.GRADIENTS, "the update cannot be traced")
+            return
+        yield check_update.shapes_row(self.task)
+        self.task.check_update()
+        pure, trace = check_update.pure_row(self._experiment, self.task)
+        yield pure
+        if trace is None:
+            yield unchecked(check_update.GRADIENTS, "the update cannot be run")
+            return
+        self.steps, self.seen = check_update.take_steps(self._experiment)
+        yield from check_update.update_rows(self.steps, self.seen, trace)
+        yield check_replicas.replicas_row(self.steps)
+        yield check_replicas.random_row(self.steps, trace)
+        yield check_update.traces_row(self.steps, self.seen)
+        yield check_evaluation.evaluation_row(self.steps, self.seen)
+        self.trace = trace
 
 
 # --- other devices ---------------------------------------------------------------------------
@@ -130,7 +157,9 @@ def _begin_elsewhere(request: Request, folder: pathlib.Path, config: Any) -> lis
     return [Elsewhere(request, folder, count, steps) for count in (1, 2)]
 
 
-def _devices_row(steps: Steps, seen: Seen, trace: UpdateTrace, others: list[Elsewhere]) -> Row:
+def _devices_row(looked: Looked, others: list[Elsewhere]) -> Row:
+    steps, trace = looked.steps, looked.trace
+    assert trace is not None
     if not others:
         return unchecked(check_runs.DEVICES, "a batch cannot be split over two devices")
     results = [other.result() for other in others]
@@ -144,11 +173,11 @@ def _devices_row(steps: Steps, seen: Seen, trace: UpdateTrace, others: list[Else
         counts.append(devices.device_count())
     sources = sorted({draw.source for draw in trace.draws})
     reasons = []
-    if seen.local_norms:
-        norms = check_runs.listed(sorted(seen.local_norms))
+    if looked.seen.local_norms:
+        norms = listed(sorted(looked.seen.local_norms))
         reasons.append(f"BatchNorm by the rows of each device in {norms}")
     if sources:
-        reasons.append(f"each device draws its own random numbers in {check_runs.listed(sources)}")
+        reasons.append(f"each device draws its own random numbers in {listed(sources)}")
     pair = counts[0], counts[1]
     return check_runs.devices_row(runs[0], runs[1], pair, reasons, _tolerance(trace))
 

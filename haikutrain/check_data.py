@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from haikutrain import pipeline
-from haikutrain.check_table import Row, broken, held, listed, unchecked
+from haikutrain.check_table import HELD, Row, broken, held, listed, unchecked
 from haikutrain.data import ArrayDataset, is_by_step, length
 from haikutrain.leaves import by_path
 from haikutrain.positions import decode, encode
@@ -66,14 +66,21 @@ def _by_step(experiment: Any, dataset: Any, size: int) -> Iterator[Row]:
     rows = slice(0, size)
     count = length(dataset) or 10**9
     steps = [step for step in (0, 1, 2, 5, 100) if step < count]
-    given = {step: dataset.batch(step, rows) for step in steps}
-    copies = {step: _copied(batch) for step, batch in given.items()}
-    yield _pure_row(experiment, dataset, steps, copies, rows)
+    given: dict[int, Any] = {}
+    copies: dict[int, dict[str, np.ndarray]] = {}
+    for step in steps:  # Copied at once: the next one may be written over it.
+        given[step] = dataset.batch(step, rows)
+        copies[step] = _copied(given[step])
+    pure = _pure_row(experiment, dataset, steps, copies, rows)
+    yield pure
     overwritten = [
         f"{path} of batch {step}" for step in steps for path in _changed(copies[step], given[step])
     ]
     yield _buffers_row(overwritten)
-    yield _split_row(dataset, size, copies[0])
+    if pure.result == HELD:
+        yield _split_row(dataset, size, copies[0])
+    else:
+        yield unchecked(SPLIT, "a batch is not the same when asked for again")
 
 
 def _pure_row(
@@ -141,15 +148,15 @@ def _iterating(dataset: Any, position: Any = None) -> Iterator[Any]:
 def _by_iterator(experiment: Any, dataset: Any) -> Iterator[Row]:
     with _iterating(dataset) as iterator:
         start = encode(copy.deepcopy(iterator.get_state()))
-        given = list(itertools.islice(iterator, 2))
-        copies = [_copied(batch) for batch in given]
+        # Copied at once: the next one may be written over it.
+        pairs = [(batch, _copied(batch)) for batch in itertools.islice(iterator, 2)]
         position = encode(copy.deepcopy(iterator.get_state()))
-        given += itertools.islice(iterator, 3)
-        copies += [_copied(batch) for batch in given[2:]]
+        pairs += [(batch, _copied(batch)) for batch in itertools.islice(iterator, 3)]
+        copies = [copied for _, copied in pairs]
         overwritten = [
             f"{path} of batch {number}"
-            for number, batch in enumerate(given)
-            for path in _changed(copies[number], batch)
+            for number, (batch, copied) in enumerate(pairs)
+            for path in _changed(copied, batch)
         ]
     yield _position_row(experiment, start, position, copies)
     yield _buffers_row(overwritten)
@@ -195,21 +202,26 @@ def _epoch_row(experiment: Any, size: int) -> Row:
     if type(dataset) is ArrayDataset and dataset.seed is not None:
         order = ArrayDataset(np.arange(dataset.num_examples), size, dataset.seed)
         batches = [order.batch(step) for step in range(-(-dataset.num_examples // size))]
-        return _judge("the order of ArrayDataset", np.concatenate(batches), examples)
+        return _judge("the order of ArrayDataset", batches, examples)
     fields, whole = _read(dataset, size, examples)
-    named = {name: ids for name, ids in fields.items() if _is_index(name, ids, examples)}
+    named = {k: v for k, v in fields.items() if _is_index(k, np.concatenate(v), examples)}
     if not named:
         return unchecked(EPOCH, "no row indices: no field of a batch is an integer id")
     name, ids = next(iter(named.items()))
     if not whole:
-        return unchecked(EPOCH, f"an epoch takes too long to read: {name} of {len(ids):,} examples")
+        return unchecked(EPOCH, f"an epoch takes too long to read: {name} in {len(ids):,} batches")
     return _judge(name, ids, examples)
 
 
-def _read(dataset: Any, size: int, examples: int | None) -> tuple[dict[str, np.ndarray], bool]:
-    """The integer fields `[N]` of two epochs, or until each was repeated; whether that was all."""
+_Fields = dict[str, list[np.ndarray]]
+
+
+def _read(
+    dataset: Any, size: int, examples: int | None
+) -> tuple[dict[str, list[np.ndarray]], bool]:
+    """The integer fields of the batches of two epochs, or until each was repeated; if that was all."""
     wanted = _BATCHES if examples is None else -(-2 * examples // size)
-    found: dict[str, list[np.ndarray]] = {}
+    found: _Fields = {}
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         if is_by_step(dataset):
@@ -225,14 +237,10 @@ def _read(dataset: Any, size: int, examples: int | None) -> tuple[dict[str, np.n
             if number == 3:  # What has repeated itself already, as labels do, is not read on.
                 found = {k: v for k, v in found.items() if _may_be_index(k, np.concatenate(v))}
             if not found or time.monotonic() - began > _SECONDS or number >= _BATCHES:
-                return _joined(found), False
+                return found, False
             if examples is None and number % 64 == 63 and _repeated(found):
                 break
-    return _joined(found), examples is not None or _repeated(found)
-
-
-def _joined(found: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
-    return {path: np.concatenate(parts) for path, parts in found.items()}
+    return found, examples is not None or _repeated(found)
 
 
 def _may_be_index(name: str, ids: np.ndarray) -> bool:
@@ -240,7 +248,7 @@ def _may_be_index(name: str, ids: np.ndarray) -> bool:
     return named or len(np.unique(ids)) > 0.5 * len(ids)
 
 
-def _repeated(found: dict[str, list[np.ndarray]]) -> bool:
+def _repeated(found: _Fields) -> bool:
     """Whether every id was seen more than once: at least an epoch has gone by."""
     for parts in found.values():
         _, counts = np.unique(np.concatenate(parts), return_counts=True)
@@ -260,29 +268,36 @@ def _is_index(name: str, ids: np.ndarray, examples: int | None) -> bool:
     return len(distinct) >= 0.9 * expected and np.ptp(distinct) < 1.1 * examples
 
 
-def _judge(name: str, ids: np.ndarray, examples: int | None) -> Row:
-    seen: collections.Counter[int] = collections.Counter()
-    first_epoch = 0
-    for value in ids.tolist():
-        if value in seen:
-            break
-        seen[value] += 1
-        first_epoch += 1
-    every = np.unique(ids)
-    late = np.setdiff1d(every, np.fromiter(seen, every.dtype, len(seen)))
-    twice = int(ids[first_epoch]) if first_epoch < len(ids) else None
-    cause = (
-        "an epoch must be one permutation of all examples: draw without replacement, keep the "
-        "last rows that fill no batch for the next one, split by position"
-    )
-    expected = len(every) if examples is None else examples
-    if first_epoch < min(expected, len(ids)):
-        where = f"{name}: {twice} came again after {first_epoch} of {expected} examples"
-        left = f"; {listed([str(i) for i in late.tolist()])} had not come yet" if len(late) else ""
-        missing = expected - len(every)
-        left = left or (f"; {missing} never came" if missing > 0 else "")
-        return broken(EPOCH, where + left, cause)
-    if len(every) > expected:
-        where = f"{name}: {len(every)} different ones, of {expected} examples"
-        return broken(EPOCH, where, cause)
-    return held(EPOCH, f"{name}: {first_epoch} different ones before one came again")
+def _judge(name: str, batches: list[np.ndarray], examples: int | None) -> Row:
+    """No example may come again before all others have come; within a batch in any order."""
+    every = np.unique(np.concatenate(batches)).tolist()
+    counts = dict.fromkeys(every, 0)
+    at_count = collections.Counter({0: len(every)})
+    fewest = read = 0
+    for batch in batches:
+        for number in batch.tolist():
+            at_count[counts[number]] -= 1
+            counts[number] += 1
+            at_count[counts[number]] += 1
+        read += len(batch)
+        while not at_count[fewest]:
+            fewest += 1
+        often = max(batch.tolist(), key=counts.__getitem__)
+        if counts[often] > fewest + 1:
+            late = [str(number) for number, count in counts.items() if count == fewest]
+            where = f"{name}: of {read} examples {often} came {counts[often]} times and "
+            return broken(EPOCH, f"{where}{listed(late)} {_times(fewest)}", _ONE_PERMUTATION)
+    if examples is not None and len(every) != examples and read >= examples:
+        where = f"{name}: {len(every)} different ones in {read}, and there are {examples} examples"
+        return broken(EPOCH, where, _ONE_PERMUTATION)
+    return held(EPOCH, f"{name}: {len(every)} different ones, evenly, in {read} examples")
+
+
+def _times(count: int) -> str:
+    return "not at all" if count == 0 else f"{count} times" if count > 1 else "once"
+
+
+_ONE_PERMUTATION = (
+    "an epoch must be one permutation of all examples: draw without replacement, and keep the last "
+    "rows, which fill no batch, for the next one"
+)

@@ -24,7 +24,8 @@ def replicas_row(steps: Steps) -> Row:
         return held(REPLICAS, f"after {len(steps.marks)} steps on {count} devices")
     split = [p for p in steps.paths("split") if any(steps.of("split", p))]
     if split:
-        where = f"the optimizer is given another gradient on each device: params/{listed(split)}"
+        named = listed([f"params/{path}" for path in split])
+        where = f"the optimizer is given another gradient on each device: {named}"
         do = "average the gradients: haikutrain.apply_gradients does, or haikutrain.pmean"
     else:
         where = f"{listed(different)} is not the same on all devices"

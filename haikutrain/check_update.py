@@ -94,23 +94,30 @@ def update_rows(steps: Steps, seen: Seen, trace: UpdateTrace) -> Iterator[Row]:
 # --- the trace -------------------------------------------------------------------------------
 
 
-def pure_row(experiment: Any, task: Task) -> tuple[Row, UpdateTrace]:
-    """Traces the update again and again: each time it must be the same program."""
+def pure_row(experiment: Any, task: Task) -> tuple[Row, UpdateTrace | None]:
+    """Traces the update again and again: each time it must be the same program.
+
+    Returns:
+      The row, and the trace; None where it left values behind, so that it cannot be run.
+    """
     kind, shapes, first = type(experiment), task.programs.state, task.feed.first
     mine = kind(copy.deepcopy(experiment.config))
+    before = dict(vars(mine))
     trace = trace_update(mine, shapes, first)
-    stale = held_tracers(mine)
-    if stale:
-        where = f"after it {kind.__name__}.{listed(stale)} holds a traced value"
-        return broken(PURE, where, _SELF), trace
+    if stale := held_tracers(mine):
+        where = f"after it self.{listed(stale)} holds a traced value"
+        return broken(PURE, where, _SELF), None
+    changed = [name for name, value in vars(mine).items() if _is_other(mine, name, value, before)]
     try:
         again = trace_update(mine, shapes, first)
     except jax.errors.UnexpectedTracerError:
-        return broken(PURE, "traced again, it uses a value of the first trace", _SELF), trace
+        return broken(PURE, "traced again, it uses a value of the first trace", _SELF), None
     other = trace_update(kind(copy.deepcopy(experiment.config)), shapes, first)
     for repeated, whose in ((again, "once more"), (other, "in an experiment made anew")):
         if (repeated.text, repeated.constants) != (trace.text, trace.constants):
             where = f"traced {whose}, it is another program: {_difference(trace, repeated)}"
+            if changed:
+                return broken(PURE, f"{where}; it changed self.{listed(changed)}", _SELF), trace
             return broken(PURE, where, _HOST), trace
     return held(PURE, "traced three times, it is the same program"), trace
 
@@ -127,12 +134,20 @@ _HOST = (
 )
 
 
+def _is_other(owner: Any, name: str, value: Any, before: dict[str, Any]) -> bool:
+    """Whether an attribute was there before, on the object or its class, with another value."""
+    if name in before:
+        return before[name] is not value
+    plain = getattr(type(owner), name, owner)
+    return not (plain is owner or callable(plain) or hasattr(plain, "__get__"))
+
+
 def _difference(a: UpdateTrace, b: UpdateTrace) -> str:
     if len(a.constants) != len(b.constants):
         return f"{len(a.constants)} constants were {len(b.constants)}"
     for old, new in zip(a.text.splitlines(), b.text.splitlines(), strict=False):
         if old != new:
-            return f"`{' '.join(old.split())[:80]}` was `{' '.join(new.split())[:80]}`"
+            return f"`{_short(old)}` was `{_short(new)}`"
     return "a constant array in it has other values"
 
 
@@ -149,6 +164,10 @@ def traces_row(steps: Steps, seen: Seen) -> Row:
             "shapes and dtypes",
         )
     return held(what, "for a fresh and for a restored state; structure and dtypes stay")
+
+
+def _short(line: str) -> str:
+    return " ".join(line.split())[:60]
 
 
 # --- gradients -------------------------------------------------------------------------------
@@ -168,12 +187,12 @@ def _gradients_row(steps: Steps, trace: UpdateTrace) -> Row:
         why = "the update does not use optimizer(), so its gradients cannot be seen"
         if not still:
             return held(GRADIENTS, f"{why}; every param changes in the first {count} steps")
-        return unchecked(GRADIENTS, f"{why}; params/{listed(still)} never changed")
+        return unchecked(GRADIENTS, f"{why}; {_params(still)} never changed")
     silent = [p for p in steps.paths("grad") if not any(steps.of("grad", p))]
     frozen = [p for p in silent if not any(steps.of("probe", p)) and _anything(steps, "probe")]
     silent = [path for path in silent if path not in frozen]
     if not silent:
-        note = f"; declared frozen: params/{listed(frozen)}" if frozen else ""
+        note = f"; declared frozen: {_params(frozen)}" if frozen else ""
         return held(GRADIENTS, f"finite, and not 0 in some of {count} steps{note}")
     reads = trace.loss_reads
     unread = reads is not None and not any(f"params/{path}" in reads for path in silent)
@@ -184,7 +203,7 @@ def _gradients_row(steps: Steps, trace: UpdateTrace) -> Row:
     )
     return broken(
         GRADIENTS,
-        f"params/{listed(silent)} had a gradient of 0 in all of {count} steps",
+        f"{_params(silent)} had a gradient of 0 in all of {count} steps",
         f"{cause}; if it is not to be trained, say so: haikutrain.freeze(optimizer, "
         f"haikutrain.mask_by_name({silent[0]!r}))",
     )
@@ -200,7 +219,7 @@ def _not_finite(steps: Steps) -> str:
         if leaves and scaled and number + 1 < len(steps.marks):
             continue  # The loss scale comes down by such steps.
         if leaves:
-            return f"step {number + 1}: the gradient of params/{listed(leaves)}"
+            return f"step {number + 1}: the gradient of {_params(leaves)}"
         if bad:
             return f"step {number + 1}: the metric {listed(bad)}"
     return ""
@@ -220,7 +239,7 @@ def _changes_row(steps: Steps) -> Row:
     if "grads" not in steps.marks[0]:
         if len(still) == len(steps.paths("moved")) and still:
             return broken(CHANGES, f"no param changed in {count} steps", _NOT_APPLIED)
-        return unchecked(CHANGES, f"params/{listed(still)} never changed in {count} steps")
+        return unchecked(CHANGES, f"{_params(still)} never changed in {count} steps")
     if not _anything(steps, "probe"):
         return broken(
             CHANGES,
@@ -229,12 +248,12 @@ def _changes_row(steps: Steps) -> Row:
         )
     lost = [path for path in still if any(steps.of("lost", path))]
     if lost:
-        where = f"the optimizer changed params/{listed(lost)}, and the returned state does not"
+        where = f"the optimizer changed {_params(lost)}, and the returned state does not"
         return broken(CHANGES, where, _NOT_APPLIED)
     frozen = [path for path in still if not any(steps.of("probe", path))]
     others = [path for path in still if path not in frozen]
-    notes = [f"frozen: params/{listed(frozen)}"] if frozen else []
-    notes += [f"too little for its dtype: params/{listed(others)}"] if others else []
+    notes = [f"frozen: {_params(frozen)}"] if frozen else []
+    notes += [f"too little for its dtype: {_params(others)}"] if others else []
     return held(CHANGES, "; ".join(notes))
 
 
@@ -242,6 +261,14 @@ _NOT_APPLIED = (
     "the new params are not in the state that update returns: return what apply_gradients gives, "
     "or state.replace(params=optax.apply_updates(state.params, changes))"
 )
+
+
+def _params(paths: list[str]) -> str:
+    return listed([f"params/{path}" for path in paths])
+
+
+def _states(paths: list[str]) -> str:
+    return listed([f"network_state/{path}" for path in paths])
 
 
 def _nodes(tree: Any) -> list[Any]:
@@ -283,13 +310,13 @@ def _state_row(steps: Steps, seen: Seen) -> Row:
     if dropped or (len(still) == len(paths) and not seen.haiku):
         return broken(
             STATE,
-            f"network_state/{listed(dropped or still)} did not change in {count} steps"
+            f"{_states(dropped or still)} did not change in {count} steps"
             + (", though the network sets it" if dropped else ""),
             "the network's new state is dropped: return it in the state, for instance by "
             "apply_gradients(..., network_state=...)",
         )
     if still:
-        stays = f"network_state/{listed(still)} stays as it is, and the network does not set it"
+        stays = f"{_states(still)} stays as it is, and the network does not set it"
         return held(STATE, stays)
     return held(STATE, f"all {len(paths)} leaves change with the steps")
 
