@@ -29,8 +29,9 @@ from haikutrain import (
     devices,
 )
 from haikutrain import config as configs
-from haikutrain.check_runs import Elsewhere, Request, Runs
-from haikutrain.check_table import BROKEN, Row, listed, table, unchecked
+from haikutrain.check_devices import DEVICES, Elsewhere, devices_row
+from haikutrain.check_runs import Request, Runs
+from haikutrain.check_table import BROKEN, HELD, Row, listed, table, unchecked
 from haikutrain.check_trace import UpdateTrace
 from haikutrain.check_watch import Seen, Steps
 from haikutrain.start import Task
@@ -84,7 +85,7 @@ def check_experiment(experiment: Any, request: Request, runs: Runs) -> Iterator[
     yield _devices_row(looked, others)
     tolerance = _tolerance(looked.trace)
     yield check_cost.calls_row(looked.steps, tolerance)
-    yield check_cost.cost_row(looked.task, looked.steps.item)
+    yield check_cost.cost_row(looked.task, looked.steps)
     saved, seconds = check_cost.checkpoint_row(looked.task, looked.steps.first, runs.folder)
     yield saved
     yield check_runs.time_row(experiment.config, runs.seconds_a_step(), seconds)
@@ -98,6 +99,7 @@ class Looked:
       steps: what it did, watched.
       seen: what was noticed meanwhile.
       trace: of its update; None if that cannot be traced.
+      pure: whether the update is a pure function.
     """
 
     steps: Steps
@@ -107,6 +109,7 @@ class Looked:
         self._experiment = experiment
         self.task = Task(type(experiment)(copy.deepcopy(experiment.config)))
         self.trace: UpdateTrace | None = None
+        self.pure = False
 
     def rows(self) -> Iterator[Row]:
         """What was found. To be read to its end before the attributes are."""
@@ -119,6 +122,7 @@ class Looked:
         self.task.check_update()
         pure, trace = check_update.pure_row(self._experiment, self.task)
         yield pure
+        self.pure = pure.result == HELD
         if trace is None:
             yield unchecked(check_update.GRADIENTS, "the update cannot be run")
             return
@@ -160,12 +164,14 @@ def _begin_elsewhere(request: Request, folder: pathlib.Path, config: Any) -> lis
 def _devices_row(looked: Looked, others: list[Elsewhere]) -> Row:
     steps, trace = looked.steps, looked.trace
     assert trace is not None
+    if not looked.pure:
+        return unchecked(DEVICES, "the update is another program in each process")
     if not others:
-        return unchecked(check_runs.DEVICES, "a batch cannot be split over two devices")
+        return unchecked(DEVICES, "a batch cannot be split over two devices")
     results = [other.result() for other in others]
     for result in results:
         if isinstance(result, str):
-            return unchecked(check_runs.DEVICES, result)
+            return unchecked(DEVICES, result)
     runs: list[Any] = list(results)
     counts = [other.cpu_devices for other in others]
     if len(runs) == 1:
@@ -179,7 +185,7 @@ def _devices_row(looked: Looked, others: list[Elsewhere]) -> Row:
     if sources:
         reasons.append(f"each device draws its own random numbers in {listed(sources)}")
     pair = counts[0], counts[1]
-    return check_runs.devices_row(runs[0], runs[1], pair, reasons, _tolerance(trace))
+    return devices_row(runs[0], runs[1], pair, reasons, _tolerance(trace))
 
 
 def _tolerance(trace: UpdateTrace) -> float:
@@ -200,6 +206,8 @@ def _folder() -> Iterator[pathlib.Path]:
 
     def interrupted(number: int, frame: Any) -> None:
         del frame
+        if check_runs.put_off(number):
+            return
         clean()
         os.write(2, b"haikutrain: interrupted\n")
         os._exit(130 if number == signal.SIGINT else 42)

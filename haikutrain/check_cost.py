@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from haikutrain import devices, leaves
-from haikutrain.check_runs import compare
+from haikutrain.check_devices import compare
 from haikutrain.check_table import Row, broken, held, measured, unchecked
 from haikutrain.check_watch import Steps
 from haikutrain.checkpoint import Checkpointer
@@ -41,10 +41,10 @@ def calls_row(steps: Steps, tolerance: float) -> Row:
     return held(CALLS, f"{count} steps in one call")
 
 
-def cost_row(task: Task, item: Any) -> Row:
-    """Memory and FLOPs of the compiled step."""
+def cost_row(task: Task, steps: Steps) -> Row:
+    """Memory and FLOPs of the compiled step of the experiment itself, which is not watched."""
     what = f"a step on each of {devices.describe()}"
-    compiled = task.programs.compiled_update(task.programs.init(), _zeros(task), item)
+    compiled = task.programs.compiled_update(devices.place(steps.first), _zeros(task), steps.item)
     memory, costs = compiled.memory_analysis(), compiled.cost_analysis()
     if memory is None:
         return unchecked(what, "the compiler does not say what it needs")

@@ -172,7 +172,7 @@ def _position_row(experiment: Any, start: Any, position: Any, copies: list[Any])
                 "its order is another one in each process: seed it from config.seed",
             )
     with _iterating(_fresh(experiment), position) as iterator:
-        later = list(itertools.islice(iterator, len(copies) - 2))
+        later = [_copied(batch) for batch in itertools.islice(iterator, len(copies) - 2)]
     if not later:
         return unchecked(RESUMES, f"there are only {len(copies)} batches")
     if fields := _changed(copies[2], later[0]):
@@ -216,10 +216,8 @@ def _epoch_row(experiment: Any, size: int) -> Row:
 _Fields = dict[str, list[np.ndarray]]
 
 
-def _read(
-    dataset: Any, size: int, examples: int | None
-) -> tuple[dict[str, list[np.ndarray]], bool]:
-    """The integer fields of the batches of two epochs, or until each was repeated; if that was all."""
+def _read(dataset: Any, size: int, examples: int | None) -> tuple[_Fields, bool]:
+    """The integer fields of two epochs, batch by batch; and whether these were read whole."""
     wanted = _BATCHES if examples is None else -(-2 * examples // size)
     found: _Fields = {}
     began = time.monotonic()

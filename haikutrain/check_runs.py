@@ -1,14 +1,15 @@
-"""Checks by the command itself: stopped and resumed in another process, and on other devices."""
+"""Checks by the command itself, in processes of its own: stopped, and resumed in another one."""
 
 import contextlib
 import dataclasses
 import json
 import os
 import pathlib
+import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from haikutrain import leaves
@@ -17,10 +18,11 @@ from haikutrain.checkpoint import Checkpointer
 from haikutrain.errors import UsageError
 
 RESUME = "stop, new process, go on: bit-exact"
-DEVICES = "other devices, the same losses"
 _LIMIT = 1800.0  # Seconds that a command may take.
 _SPEEDS = ("steps_per_second", "examples_per_second")
+_ERROR = re.compile(r"haikutrain: |[\w.]+(Error|Exception|Exit|Interrupt|Failure)(: |$)")
 _LIVE: set[subprocess.Popen[str]] = set()
+_put_off: list[int] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +58,11 @@ class Command:
         with self._err.open("w") as err, (folder / f"{name}.out").open("w") as out:
             command = [sys.executable, "-m", *arguments]
             env = {**os.environ, **_shared_compilations(folder)}
-            self._process = subprocess.Popen(command, stdout=out, stderr=err, text=True, env=env)
-        _LIVE.add(self._process)
+            with _known():
+                self._process = subprocess.Popen(
+                    command, stdout=out, stderr=err, text=True, env=env
+                )
+                _LIVE.add(self._process)
 
     def wait(self) -> int:
         """Its exit code; 124 if it took too long."""
@@ -70,11 +75,31 @@ class Command:
 
     @property
     def said(self) -> str:
-        """The last line that it wrote to stderr."""
-        lines = [
-            line for line in self._err.read_text(errors="replace").splitlines() if line.strip()
-        ]
-        return lines[-1] if lines else "nothing was said"
+        """What it said went wrong: the last line on stderr that names an error, or the last."""
+        lines = self._err.read_text(errors="replace").splitlines()
+        lines = [line for line in lines if line.strip()] or ["nothing was said"]
+        errors = [line for line in lines if _ERROR.match(line)]
+        return (errors or lines)[-1]
+
+
+@contextlib.contextmanager
+def _known() -> Iterator[None]:
+    """A signal in here comes again at its end: a process that has just begun must be known."""
+    global _put_off
+    _put_off = []
+    try:
+        yield
+    finally:
+        numbers, _put_off = _put_off, None
+        for number in numbers:
+            os.kill(os.getpid(), number)
+
+
+def put_off(number: int) -> bool:
+    """Whether a process is just being begun; then the signal will come again."""
+    if _put_off is not None:
+        _put_off.append(number)
+    return _put_off is not None
 
 
 def end(process: subprocess.Popen[str]) -> None:
@@ -109,7 +134,7 @@ class Plan:
 
     half: int
     whole: int
-    fields: dict[str, int]
+    fields: dict[str, Any]
     """The periods that they run with."""
 
 
@@ -120,7 +145,9 @@ def plan(config: Any) -> Plan | None:
     if calls < 2:
         return None
     far = max(config.num_steps, 6 * stride)
-    fields = {"log_every": 2 * stride, "eval_every": far, "checkpoint_every": far}
+    fields: dict[str, Any] = {"log_every": 2 * stride, "eval_every": far, "checkpoint_every": far}
+    if config.restore_from is not None:
+        fields["restore_only"] = "weights"  # At step 0: what is there may be beyond these steps.
     return Plan(calls // 2 * stride, calls * stride, fields)
 
 
@@ -164,6 +191,10 @@ class Runs:
             return unchecked(RESUME, "the run is one call of the update")
         if self.failure is not None:
             return broken(RESUME, self.failure, "run the same command without --mode=check")
+        steps = [self._step(name) for name in ("straight", "stopped")]
+        if steps[0] is None or steps[0] != steps[1]:
+            where = f"the straight run ended at step {steps[0]}, the stopped one at {steps[1]}"
+            return broken(RESUME, where, "a hook of the experiment stops it: look at hooks()")
         tables = [self._state(name) for name in ("straight", "stopped")]
         different = [path for path in tables[0] if not _equal(tables, path)]
         different += [path for path in tables[1] if path not in tables[0]]
@@ -171,7 +202,7 @@ class Runs:
         half, whole = self.plan.half, self.plan.whole
         if not different and logs[0] == logs[1]:
             return held(RESUME, f"{half} steps, then to {whole}: equal digests, equal logs")
-        where = f"after {half} steps and a new start, at {whole}: {listed(different)} differs"
+        where = f"after {half} steps and a new start, at step {whole}: {listed(different)} differs"
         if not different:
             where = f"the logs differ: {_first_difference(*logs)}"
         return broken(
@@ -182,10 +213,16 @@ class Runs:
             "the host (np.random) frozen in the update",
         )
 
+    def _checkpoints(self, name: str) -> Checkpointer:
+        return Checkpointer(self.folder / name / "checkpoints", read_only=True)
+
+    def _step(self, name: str) -> int | None:
+        return self._checkpoints(name).latest_step()
+
     def _state(self, name: str) -> dict[str, Any]:
-        assert self.plan is not None
-        checkpoints = Checkpointer(self.folder / name / "checkpoints", read_only=True)
-        return leaves.leaf_table(checkpoints.read(self.plan.whole).state)
+        step = self._step(name)
+        assert step is not None
+        return leaves.leaf_table(self._checkpoints(name).read(step).state)
 
     def log(self, name: str) -> list[dict[str, Any]]:
         """The lines of a run's log, without speeds."""
@@ -214,85 +251,6 @@ def _first_difference(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> str:
             if new.get(name) != value:
                 return f"{name} at step {old['step']} was {value} and is {new.get(name)}"
     return f"{len(a)} lines and {len(b)}"
-
-
-# --- other devices ---------------------------------------------------------------------------
-
-
-class Elsewhere:
-    """The first steps on so many simulated devices, in another process, begun at once."""
-
-    def __init__(self, request: Request, folder: pathlib.Path, cpu_devices: int, steps: int):
-        name = f"on-{cpu_devices}"
-        self.cpu_devices = cpu_devices
-        self._file = folder / f"{name}.json"
-        flags = request.flags({}, cpu_devices)
-        arguments = ["haikutrain.check_devices", str(self._file), str(steps), *flags]
-        self._command = Command(folder, name, *arguments)
-
-    def result(self) -> dict[str, Any] | str:
-        """`metrics`, a dict a step, and `data`, a checksum a step; or why there are none."""
-        code = self._command.wait()
-        if code == 0:
-            result: dict[str, Any] = json.loads(self._file.read_text())
-            return result
-        return f"on {self.cpu_devices} devices: code {code}, {self._command.said}"
-
-
-def devices_row(
-    here: Mapping[str, Any],
-    there: Mapping[str, Any],
-    counts: tuple[int, int],
-    reasons: Sequence[str],
-    tolerance: float,
-) -> Row:
-    """Compares the steps on two numbers of devices.
-
-    Args:
-      here: `metrics`, a dict a step, and `data`, a checksum a step.
-      there: the same, on another number of devices.
-      counts: the two numbers of devices.
-      reasons: what in the network makes losses depend on the devices.
-      tolerance: of the first step's losses, relative.
-    """
-    both = f"on {counts[0]} and {counts[1]} devices"
-    for step, (a, b) in enumerate(zip(here["data"], there["data"], strict=False)):
-        if a != b:
-            return broken(
-                DEVICES,
-                f"batch {step} has other rows, or another order of them, {both}",
-                "the order of the data depends on the number of devices: the global batch must be "
-                "chosen from the seed and the step alone, and then split",
-            )
-    difference = compare(here["metrics"], there["metrics"], tolerance)
-    if difference is None:
-        return held(DEVICES, f"{len(here['data'])} steps {both}, the same examples")
-    if reasons:
-        why = f"{difference} {both}, and may: {'; '.join(reasons)}"
-        return held(DEVICES, why)
-    return broken(
-        DEVICES,
-        f"{difference} {both}",
-        "something is computed from one device's part alone: a mean that is not averaged over the "
-        "devices (haikutrain.pmean), or a statistic of a device's own batch",
-    )
-
-
-def compare(
-    a: Sequence[Mapping[str, float]], b: Sequence[Mapping[str, float]], tolerance: float
-) -> str | None:
-    """The first loss that differs by more than rounding, which grows with the steps."""
-    if not a or not a[0]:
-        return None
-    losses = [name for name in a[0] if "loss" in name and name != "loss_scale"]
-    names = losses or [name for name in a[0] if name not in ("learning_rate", "grad_norm")]
-    for step, (old, new) in enumerate(zip(a, b, strict=False)):
-        relative = min(tolerance * 10**step, max(tolerance, 1e-2))
-        for name in names:
-            scale = max(abs(old[name]), abs(new[name]), 1e-3)
-            if not abs(old[name] - new[name]) <= relative * scale:
-                return f"{name} of step {step + 1} is {old[name]:.7g} and {new[name]:.7g}"
-    return None
 
 
 # --- the whole run ---------------------------------------------------------------------------

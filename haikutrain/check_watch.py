@@ -74,6 +74,7 @@ def watched(experiment: Any, *, spied: bool = True) -> tuple[Any, Seen]:
                 return result
             new, metrics = result
             marks = _marks(state, new, self._check_calls, self._check_losses)
+            marks |= _uneven(metrics)
             self._check_calls, self._check_losses = [], None
             named = {f"{_MARK}{name}": value for name, value in marks.items()}
             return new, {**metrics, **named} if isinstance(metrics, Mapping) else metrics
@@ -169,6 +170,15 @@ def _marks(old: Any, new: Any, calls: list[Any], losses: Any) -> dict[str, Any]:
 
 def _structure(tree: Any) -> Any:
     return jax.tree.structure(tree)
+
+
+def _uneven(metrics: Any) -> dict[str, Any]:
+    """Which metrics are not the same on all devices."""
+    table = by_path(metrics)
+    if not table or not isinstance(metrics, Mapping):
+        return {}
+    flags = collectives.differs(jax.tree.map(jnp.asarray, metrics))
+    return {f"uneven/{path}": flags[i] for i, path in enumerate(table)}
 
 
 def _pairs(old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:

@@ -14,7 +14,8 @@ MODULES = sorted(path.stem for path in PACKAGE.glob("*.py"))
 LAYERS = [
     {"main", "inspect"},
     {"check"},
-    {"check_cost", "check_devices", "check_evaluation", "check_replicas", "check_update"},
+    {"check_cost"},
+    {"check_devices", "check_evaluation", "check_replicas", "check_update"},
     {"check_data", "check_runs", "check_watch"},
     {"loop"},
     {"evaluation"},
