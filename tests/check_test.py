@@ -4,6 +4,7 @@ import os
 import pathlib
 import random
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import optax
 import pytest
 
 import haikutrain
-from haikutrain import check, check_data, check_replicas, check_update, config_file
+from haikutrain import check, check_data, check_replicas, check_update, command_line, config_file
 from haikutrain.check_devices import DEVICES
 from haikutrain.check_runs import Request, Runs
 from haikutrain.check_table import BROKEN, table
@@ -62,6 +63,9 @@ def test_a_sound_experiment_holds_and_leaves_nothing_behind(checked):
     code, rows, done = checked(BROKEN_FILES / "sound.py", "--workdir=run")
     assert code == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "16 held, 0 broken, 0 not checked"
+    page = (ROOT / "docs/check.md").read_text()
+    explained = set(re.findall(r"^\| ([^|]+) \|", page, re.M))
+    assert {re.sub("of . cpu", "of N", what) for what in rows} <= explained
     said = {what: rest for what, (_, rest) in rows.items()}
     assert said["params can be trained"] == "30 float32 in 5 leaves"  # 3*4 + 4 + 4 + 4*2 + 2.
     assert said["stop, new process, go on: bit-exact"].startswith("3 steps, then to 6:")
@@ -75,6 +79,12 @@ def test_a_sound_experiment_holds_and_leaves_nothing_behind(checked):
     ).groups()
     assert 0.5 < float(memory) < 50
     assert 500 < float(flops) < 50000
+
+
+def test_the_page_gives_flags_that_there_are():
+    page = (ROOT / "docs/check.md").read_text()
+    (line,) = re.findall(r"```sh\n(.*)\n```", page)
+    assert command_line.parse(shlex.split(line)[2:]).mode == "check"
 
 
 def test_several_steps_a_call_local_norms_and_dropout_on_four_devices(checked, configs):
@@ -97,7 +107,7 @@ def test_what_another_process_does_otherwise_is_accused(checked):
     pure, resume = "the update is a pure function", "stop, new process, go on: bit-exact"
     assert set(accused) == {pure, resume}
     assert "np.random" in accused[pure]
-    assert re.search(r"params/.* differs .*randomness of the host", accused[resume])
+    assert re.search(r"network_state/.* differs .*randomness of the host", accused[resume])
     assert rows["other devices, the same losses"][0] == "not checked"
 
 
@@ -200,7 +210,7 @@ SOUND = {
     "gan.py": "channels=8 latents=4 batch_size=16",
     "linen.py": "",
     "nnx.py": "",
-    "tiny.py:conv-grain": "",
+    "tiny.py:grain": "",
 }
 
 
@@ -209,7 +219,7 @@ def test_no_sound_experiment_is_accused(name, text_file, flax_files, configs):
     fields = SOUND[name].split()
     if "char_lm" in name:
         fields.append(f"text_file={text_file}")
-    folders = {"tiny.py:conv-grain": configs, "linen.py": flax_files, "nnx.py": flax_files}
+    folders = {"tiny.py:grain": configs, "linen.py": flax_files, "nnx.py": flax_files}
     folder = folders.get(name, ROOT / "experiments")
     loaded = config_file.load(f"{folder / name}", [f"--config.{field}" for field in fields])
     experiment = loaded.experiment_class(loaded.config)
@@ -278,7 +288,7 @@ def test_a_layer_that_is_declared_frozen_is_not_accused(sound):
 
 def test_parts_of_a_batch_count_and_have_keys_of_their_own(sound):
     kind, config = sound
-    said = results(kind(config(accumulate_steps=2, dropout=0.5)))
+    said = results(kind(config(batch_size=16, accumulate_steps=2, dropout=0.5)))
     assert said[check_replicas.RANDOM][1].startswith("drawn in sound.py:")
     assert "another loss on each device" in said[check_replicas.RANDOM][1]
     assert said[check_update.STATE] == ("held", "all 6 leaves change with the steps")
