@@ -23,6 +23,7 @@ EPOCH = "each example comes once an epoch"
 
 _NAMES = {"id", "ids", "index", "idx", "row", "example_id", "example_index", "uid"}
 _SECONDS, _BATCHES = 20.0, 4096  # Of an epoch that is read for its row indices.
+_LARGE = 2**28  # Bytes of a batch of which few are kept.
 
 
 def data_rows(experiment: Any) -> Iterator[Row]:
@@ -65,7 +66,9 @@ def _changed(before: dict[str, np.ndarray], after: Any) -> list[str]:
 def _by_step(experiment: Any, dataset: Any, size: int) -> Iterator[Row]:
     rows = slice(0, size)
     count = length(dataset) or 10**9
-    steps = [step for step in (0, 1, 2, 5, 100) if step < count]
+    first = _copied(dataset.batch(0, rows))
+    large = sum(array.nbytes for array in first.values()) > _LARGE
+    steps = [step for step in ((0, 1) if large else (0, 1, 2, 5, 100)) if step < count]
     given: dict[int, Any] = {}
     copies: dict[int, dict[str, np.ndarray]] = {}
     for step in steps:  # Copied at once: the next one may be written over it.

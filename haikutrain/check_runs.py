@@ -57,7 +57,7 @@ class Command:
         self._err = folder / f"{name}.err"
         with self._err.open("w") as err, (folder / f"{name}.out").open("w") as out:
             command = [sys.executable, "-m", *arguments]
-            env = {**os.environ, **_shared_compilations(folder)}
+            env = {**os.environ, **_shared_compilations(folder, arguments)}
             with _known():
                 self._process = subprocess.Popen(
                     command, stdout=out, stderr=err, text=True, env=env
@@ -117,10 +117,12 @@ def end_all() -> None:
         end(process)
 
 
-def _shared_compilations(folder: pathlib.Path) -> dict[str, str]:
+def _shared_compilations(folder: pathlib.Path, arguments: Sequence[str]) -> dict[str, str]:
     # On accelerators each process compiles for itself, as a run's would: what autotuning chooses
     # may differ, and is to be seen.
-    if os.environ.get("JAX_PLATFORMS") != "cpu" or "JAX_COMPILATION_CACHE_DIR" in os.environ:
+    simulated = any(argument.startswith("--cpu_devices") for argument in arguments)
+    on_cpu = simulated or os.environ.get("JAX_PLATFORMS") == "cpu"
+    if not on_cpu or "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return {}
     return {
         "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),

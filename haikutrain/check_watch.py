@@ -203,7 +203,7 @@ class Steps:
       second: and after it.
       last: the state after the last step, on the devices.
       item: the first step's batch, on the devices.
-      batches: of the first eight steps, `[B, ...]`, on the host.
+      batches: of the first steps, `[B, ...]`, on the host: as many as one call takes, or two.
     """
 
     def __init__(self, task: Task, least: int, most: int, enough: Any = lambda steps: True):
@@ -221,7 +221,7 @@ class Steps:
                 if not self.data:
                     self.item = item
                 self.data.append(checksum(item.batch))
-                if len(self.batches) < 8:
+                if len(self.batches) < min(max(task.config.steps_per_call, 2), 8):
                     self.batches.append(jax.tree.map(_whole, item.batch))
                 self.last, values = one_step(task, self.last, item)
                 self.marks.append(values.pop("marks"))

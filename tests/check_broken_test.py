@@ -8,7 +8,7 @@ import pathlib
 
 import pytest
 
-from haikutrain import check, check_data, check_replicas, check_update, config_file
+from haikutrain import UsageError, check, check_data, check_replicas, check_update, config_file
 from haikutrain.check_evaluation import EVALUATION
 from haikutrain.check_table import BROKEN
 
@@ -87,6 +87,12 @@ STEPS = {
         ": the same numbers at every step",
         "the key does not advance",
     ),
+    "key_broadcast": (
+        check_replicas.RANDOM,
+        "equal rows have the loss",
+        "on each of 4 devices",
+        "from rngs in update",
+    ),
     "state_on_self": (
         check_update.PURE,
         "self.average holds a traced value",
@@ -156,6 +162,11 @@ def test_a_sound_experiment_is_not_accused():
 @pytest.mark.parametrize("kind", STEPS)
 def test_single_steps_accuse(kind):
     assert_accused(kind, check.Looked(load(kind)).rows(), *STEPS[kind])
+
+
+def test_what_any_start_refuses_is_refused_in_its_words():
+    with pytest.raises(UsageError, match="mean_ema/counter was int32.* and is float32"):
+        list(check.Looked(load("counter_averaged")).rows())
 
 
 @pytest.mark.parametrize("kind", DATA)

@@ -294,6 +294,21 @@ def test_parts_of_a_batch_count_and_have_keys_of_their_own(sound):
     assert said[check_update.STATE] == ("held", "all 6 leaves change with the steps")
 
 
+def test_a_norm_that_is_called_twice_counts_by_two_and_is_not_accused(sound):
+    kind, config = sound
+
+    class Twice(kind):
+        def hidden(self, batch, is_training):
+            x = hk.Linear(4, with_bias=False)(batch["x"])
+            norm = hk.BatchNorm(True, True, 0.9, cross_replica_axis=haikutrain.AXIS)
+            return jnp.tanh(norm(x, is_training) + norm(jnp.abs(x), is_training))
+
+    assert results(Twice(config()))[check_update.STATE] == (
+        "held",
+        "all 6 leaves change with the steps",
+    )
+
+
 def test_updates_that_come_once_in_several_steps_are_left_open(sound):
     kind, config = sound
 
