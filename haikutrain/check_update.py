@@ -13,6 +13,7 @@ from haikutrain import devices
 from haikutrain.check_table import Row, broken, held, listed, measured, unchecked
 from haikutrain.check_trace import UpdateTrace, held_tracers, trace_update
 from haikutrain.check_watch import Seen, Steps, one_step, watched
+from haikutrain.errors import UsageError
 from haikutrain.leaves import by_path
 from haikutrain.start import Task
 
@@ -59,20 +60,24 @@ def shapes_row(task: Task) -> Row:
     return measured("the state", "; ".join(text))
 
 
-def take_steps(experiment: Any, *, most: int = _STEPS) -> tuple[Steps, Seen]:
+def take_steps(experiment: Any) -> tuple[Steps, Seen]:
     """Runs the first steps of an experiment, watched, until nothing is left to be suspected."""
-    made, seen = watched(experiment)
-    task = Task(made)
     try:
-        task.check_update()
-    except jax.errors.UnexpectedTracerError:  # The optimizer is used inside of another trace.
-        made, seen = watched(experiment, spied=False)
-        task = Task(made)
-        task.check_update()
-    most = min(most, task.config.num_steps)
+        return _take_steps(experiment, spied=True)
+    except (jax.errors.UnexpectedTracerError, TypeError):
+        # The optimizer is used inside of another trace, in a loop say: what it was given there
+        # cannot be had. If that is not it, the error comes again.
+        return _take_steps(experiment, spied=False)
+
+
+def _take_steps(experiment: Any, *, spied: bool) -> tuple[Steps, Seen]:
+    made, seen = watched(experiment, spied=spied)
+    task = Task(made)
+    task.check_update()
+    most = min(_STEPS, task.config.num_steps)
     try:
         task.feed.check_length(most)
-    except ValueError:
+    except UsageError:
         most = min(most, 4)
     return Steps(task, min(4, most), most, _nothing_to_suspect), seen
 
@@ -184,7 +189,7 @@ def _gradients_row(steps: Steps, trace: UpdateTrace) -> Row:
         )
     if "grads" not in steps.marks[0]:
         still = [path for path in steps.paths("moved") if not any(steps.of("moved", path))]
-        why = "the update does not use optimizer(), so its gradients cannot be seen"
+        why = "gradients cannot be seen, for update itself does not call optimizer()"
         if not still:
             return held(GRADIENTS, f"{why}; every param changes in the first {count} steps")
         return unchecked(GRADIENTS, f"{why}; {_params(still)} never changed")

@@ -165,7 +165,7 @@ def test_single_steps_accuse(kind):
 
 
 def test_what_any_start_refuses_is_refused_in_its_words():
-    with pytest.raises(UsageError, match="mean_ema/counter was int32.* and is float32"):
+    with pytest.raises(UsageError, match=r"mean_ema/counter was int32.* and is float32"):
         list(check.Looked(load("counter_averaged")).rows())
 
 

@@ -135,8 +135,9 @@ def test_a_mistake_is_one_line_as_ever(checked):
         BROKEN_FILES / "sound.py", "--config.batch_size=7", "--cpu_devices=2"
     )
     assert (code, rows, done.stdout) == (2, {}, "")
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith("haikutrain: error: config.batch_size=7: the 2 devices share")
+    progress, error = done.stderr.splitlines()  # The first command says it; no more is tried.
+    assert progress.startswith("check: running the command")
+    assert error.startswith("haikutrain: error: config.batch_size=7: the 2 devices share")
 
 
 def test_a_signal_ends_the_commands_and_removes_the_folder(tmp_path):
@@ -307,6 +308,30 @@ def test_a_norm_that_is_called_twice_counts_by_two_and_is_not_accused(sound):
         "held",
         "all 6 leaves change with the steps",
     )
+
+
+def test_an_optimizer_inside_of_a_loop_is_judged_by_what_it_changes(sound):
+    kind, config = sound
+
+    class Inside(kind):
+        def update(self, state, batch, rngs):
+            grads, network_state, metrics = self.gradients(state, batch, rngs)
+            grads, network_state, metrics = haikutrain.pmean((grads, network_state, metrics))
+
+            def step(carry, _):
+                params, opt_state = carry
+                changes, opt_state = self.optimizer().update(grads, opt_state, params)
+                return (optax.apply_updates(params, changes), opt_state), None
+
+            carry, _ = jax.lax.scan(step, (state.params, state.opt_state), None, length=2)
+            params, opt_state = carry
+            new = {"params": params, "opt_state": opt_state, "network_state": network_state}
+            return state.replace(**new), metrics
+
+    result, where = results(Inside(config()))[check_update.GRADIENTS]
+    assert result == "held"
+    assert where.startswith("gradients cannot be seen")
+    assert where.endswith("every param changes in the first 4 steps")
 
 
 def test_updates_that_come_once_in_several_steps_are_left_open(sound):
