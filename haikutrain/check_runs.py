@@ -9,6 +9,7 @@ import re
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -107,7 +108,10 @@ def end(process: subprocess.Popen[str]) -> None:
     with contextlib.suppress(ProcessLookupError):
         if process.poll() is None:
             process.kill()
-            process.wait()
+            for _ in range(200):  # Not `wait`: a signal handler may be in the middle of one.
+                if process.poll() is not None:
+                    break
+                time.sleep(0.01)
     _LIVE.discard(process)
 
 

@@ -161,6 +161,7 @@ class _Flow:
         elif name == "while":
             skip, consts = params["cond_nconsts"], params["body_nconsts"]
             carry = given[skip + consts :]
+            self.through(_open(params["cond_jaxpr"]), given[:skip] + carry)
             body = _open(params["body_jaxpr"])
             return self._looped(len(carry))(body, given[skip : skip + consts], carry)
         elif len(inner) == 1 and len(inner[0].invars) == len(given):
