@@ -16,10 +16,19 @@ import optax
 import pytest
 
 import haikutrain
-from haikutrain import check, check_data, check_replicas, check_update, command_line, config_file
+from haikutrain import (
+    check,
+    check_data,
+    check_replicas,
+    check_trace,
+    check_update,
+    command_line,
+    config_file,
+)
 from haikutrain.check_devices import DEVICES
 from haikutrain.check_runs import Request, Runs
 from haikutrain.check_table import BROKEN, table
+from haikutrain.start import Task
 
 ROOT = pathlib.Path(__file__).parents[1]
 BROKEN_FILES = pathlib.Path(__file__).parent / "broken"
@@ -332,6 +341,38 @@ def test_an_optimizer_inside_of_a_loop_is_judged_by_what_it_changes(sound):
     assert result == "held"
     assert where.startswith("gradients cannot be seen")
     assert where.endswith("every param changes in the first 4 steps")
+
+
+def test_draws_are_followed_through_loops_and_branches(sound):
+    kind, config = sound
+
+    class Loops(kind):
+        def update(self, state, batch, rngs):
+            state, metrics = super().update(state, batch, rngs)
+            key, device = next(rngs), jax.lax.axis_index(haikutrain.AXIS)
+
+            def body(count, _):
+                return count + 1, jax.random.normal(jax.random.fold_in(key, count))
+
+            _, each = jax.lax.scan(body, state.step, None, length=3)  # A key of both.
+            looped = jax.lax.fori_loop(  # Of the device alone.
+                0, 3, lambda i, x: x + draw(jax.random.fold_in(jax.random.key(i), device)), 0.0
+            )
+            stepped = jax.random.fold_in(jax.random.key(1), state.step)  # Of the step alone.
+            branch = jax.lax.cond(state.step > 0, draw, zero, stepped)
+            return state, {**metrics, "drawn": each.sum() + looped + branch}
+
+    def draw(key):
+        return jax.random.uniform(key)
+
+    def zero(key):
+        return 0.0
+
+    experiment = Loops(config())
+    task = Task(experiment)
+    draws = check_trace.trace_update(experiment, task.programs.state, task.feed.first).draws
+    found = sorted((draw.differs_by_device, draw.differs_by_step) for draw in draws)
+    assert found == [(False, True), (True, False), (True, True)]
 
 
 def test_updates_that_come_once_in_several_steps_are_left_open(sound):
