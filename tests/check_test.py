@@ -355,9 +355,11 @@ def test_draws_are_followed_through_loops_and_branches(sound):
                 return count + 1, jax.random.normal(jax.random.fold_in(key, count))
 
             _, each = jax.lax.scan(body, state.step, None, length=3)  # A key of both.
-            looped = jax.lax.fori_loop(  # Of the device alone.
-                0, 3, lambda i, x: x + draw(jax.random.fold_in(jax.random.key(i), device)), 0.0
-            )
+
+            def of_device(i, x):  # The step goes along, and is not drawn with.
+                return x + draw(jax.random.fold_in(jax.random.key(i), device)) + 0.0 * state.step
+
+            looped = jax.lax.fori_loop(0, 3, of_device, 0.0)
             stepped = jax.random.fold_in(jax.random.key(1), state.step)  # Of the step alone.
             branch = jax.lax.cond(state.step > 0, draw, zero, stepped)
             return state, {**metrics, "drawn": each.sum() + looped + branch}
