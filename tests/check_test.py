@@ -356,10 +356,11 @@ def test_draws_are_followed_through_loops_and_branches(sound):
 
             _, each = jax.lax.scan(body, state.step, None, length=3)  # A key of both.
 
-            def of_device(i, x):  # The step goes along, and is not drawn with.
-                return x + draw(jax.random.fold_in(jax.random.key(i), device)) + 0.0 * state.step
+            def of_device(_, carry):  # Of the device, from the second turn on.
+                key, x = carry
+                return jax.random.fold_in(key, device), x + draw(key) + 0.0 * state.step
 
-            looped = jax.lax.fori_loop(0, 3, of_device, 0.0)
+            _, looped = jax.lax.fori_loop(0, 3, of_device, (jax.random.key(0), 0.0))
             stepped = jax.random.fold_in(jax.random.key(1), state.step)  # Of the step alone.
             branch = jax.lax.cond(state.step > 0, draw, zero, stepped)
             return state, {**metrics, "drawn": each.sum() + looped + branch}
