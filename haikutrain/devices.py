@@ -282,6 +282,10 @@ class Program:
             self._begun = None
         return self._call(*arguments)
 
+    def executable(self) -> Any:
+        """The program compiled, which knows its memory and FLOPs; compiles anew."""
+        return self._pmapped.lower(*self._shapes).compile()
+
 
 def _drop_axis(tree: Any, axis: int | None) -> Any:
     """The shapes of one device's part."""

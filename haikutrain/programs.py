@@ -165,6 +165,10 @@ class Programs:
         """Takes the item's steps; `state` is donated. Returns the state and the window's sums."""
         return self._update_program(item.steps, item.group)(state, sums, item.placed)
 
+    def executable(self, steps: int, group: int) -> Any:
+        """The update of such items compiled, which knows its memory and FLOPs; compiles."""
+        return self._update_program(steps, group).executable()
+
     def _update_program(self, steps: int, group: int = 1) -> devices.Program:
         """Takes `steps` batches, or of a `group` of them the step's own."""
         if (steps, group) not in self._updates:
