@@ -17,6 +17,7 @@ from jax import lax
 from haikutrain import (
     collectives,
     devices,
+    keys,
     leaves,
     metrics,
     nonfinite,
@@ -114,10 +115,8 @@ class Programs:
     def _step_function(
         self, state: TrainState, batch: Any
     ) -> tuple[TrainState, dict[str, Any], nonfinite.Found]:
-        sequence = hk.PRNGSequence(state.rng)
-        # `take`, for `next` reserves as many keys as Haiku's config says.
-        (step_key,) = sequence.take(1)
-        rng, _ = sequence.internal_state
+        # What `take(1)` of a `hk.PRNGSequence` does, which then holds `rng`.
+        rng, step_key = keys.split(state.rng)
         own = hk.PRNGSequence(jax.random.fold_in(step_key, lax.axis_index(collectives.AXIS)))
         with updates.tracing(state.step, self._task.config) as used:
             result = self._task.update(state, batch, own)

@@ -21,7 +21,7 @@ LAYERS = [
     {"updates"},
     {"devices", "checkpoint", "hooks", "staging"},
     {"checkpoint_store"},
-    {"collectives", "checkpoint_folder", "data", "pipeline", "precision"},
+    {"collectives", "keys", "checkpoint_folder", "data", "pipeline", "precision"},
     {"leaves", "positions", "metrics", "command_line", "config_file"},
     {"augment", "compiled", "config", "optimizers", "readers", "train_state", "workdir", "writers"},
     {"console", "nonfinite", "pictures", "prefetch", "pixels", "schedules", "sources"},
