@@ -2,10 +2,9 @@
 
 import contextlib
 import copy
-import dataclasses
 import itertools
 from collections.abc import Generator, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -19,8 +18,7 @@ from haikutrain.prefetch import Prefetch, ahead
 _GROUP, _GROUP_BYTES = 16, 1 << 20
 
 
-@dataclasses.dataclass(frozen=True)
-class TrainItem:
+class TrainItem(NamedTuple):
     """What one call of the update needs."""
 
     steps: int
