@@ -1,19 +1,33 @@
-"""One split of a key, as one fused computation.
+"""A run's first keys, and one split of a key as one fused computation.
 
 `jax.random.split` of a threefry key is a loop of rounds on CPU, and that loop inside the loop over
 the steps of a call takes longer than a small layer. The same bits come from the rounds written out.
 """
 
+import functools
 from typing import Any
 
+import haiku as hk
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from haikutrain.leaves import is_key
 
 # J. Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (2011): Threefry-2x32, 20 rounds.
 _PARITY = 0x1BD11BDA
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+
+
+def first(seed: int, count: int) -> list[jax.Array]:
+    """The first `count` keys of a `hk.PRNGSequence(seed)`, raw."""
+    return _first(np.uint32(seed), count)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _first(seed: jax.Array, count: int) -> list[jax.Array]:
+    # As one program: each of its parts compiles about as long as all of them in one.
+    return list(hk.PRNGSequence(jax.random.PRNGKey(seed)).take(count))
 
 
 def split(key: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -56,3 +56,9 @@ def test_it_is_one_computation_without_a_loop():
     hlo = jax.jit(keys.split).lower(jax.random.PRNGKey(0)).compile().as_text()
     assert " while(" not in hlo
     assert " while(" in jax.jit(jax.random.split).lower(jax.random.PRNGKey(0)).compile().as_text()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_runs_first_keys_are_those_of_haikus_sequence(seed):
+    wanted = hk.PRNGSequence(seed).take(3)
+    assert [bits(key) for key in keys.first(seed, 3)] == [bits(key) for key in wanted]
