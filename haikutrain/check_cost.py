@@ -45,7 +45,7 @@ def calls_row(steps: Steps, tolerance: float) -> Row:
 def cost_row(task: Task, steps: Steps) -> Row:
     """Memory and FLOPs of the compiled step of the experiment itself, which is not watched."""
     what = f"a step on each of {devices.describe()}"
-    compiled = task.programs.executable(steps.item.steps, steps.item.group)
+    compiled = task.programs.executable(steps.item)
     memory, costs = compiled.memory_analysis(), compiled.cost_analysis()
     if memory is None:
         return unchecked(what, "the compiler does not say what it needs")

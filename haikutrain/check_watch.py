@@ -21,6 +21,7 @@ from jax import lax
 
 from haikutrain import collectives, devices
 from haikutrain.leaves import by_path, is_key
+from haikutrain.metrics import empty_window
 from haikutrain.start import Task
 
 _MARK = "check:"

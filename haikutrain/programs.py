@@ -11,12 +11,12 @@ from typing import Any
 import haiku as hk
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from haikutrain import (
     collectives,
     devices,
+    keys,
     leaves,
     metrics,
     nonfinite,
@@ -62,7 +62,7 @@ class Programs:
         self._task = task
         self._owner = type(task).__name__
         # In this order for ever: a new consumer of keys takes its key last.
-        self._keys = devices.place(_first_keys(np.uint32(task.config.seed)))
+        self._keys = devices.place(keys.first(task.config.seed, 3))
         self._first = devices.place_batch(first_batch)
         init_key, train_key, _ = self._keys
         self._init = devices.Program(
@@ -72,7 +72,7 @@ class Programs:
         if precision.policy(task.config.precision) is not None:
             precision.check_network_state(self.state.network_state)
         self.skips: bool = task.config.on_nonfinite == "skip"
-        self._updates: dict[tuple[int, int], devices.Program] = {}
+        self._updates: dict[tuple[int, int, bool], devices.Program] = {}
         self._evaluates: dict[Any, tuple[devices.Program, dict[str, Any]]] = {}
 
     # --- init ---
@@ -88,9 +88,9 @@ class Programs:
         state = self.with_fresh_extras(state).replace(step=jnp.int32(0), rng=train_key)
         return collectives.broadcast(jax.tree.map(_strong, state))
 
-    def compile_ahead(self, steps: int, group: int) -> None:
+    def compile_ahead(self, steps: int, group: int, arrays: Any) -> None:
         """Begins to compile the update of such items, beside what the caller does meanwhile."""
-        self._update_program(steps, group).compile_ahead()
+        self._update_program(steps, group, arrays).compile_ahead()
 
     def init(self) -> TrainState:
         """The state at step 0, on the devices; compiles."""
@@ -114,10 +114,8 @@ class Programs:
     def _step_function(
         self, state: TrainState, batch: Any
     ) -> tuple[TrainState, dict[str, Any], nonfinite.Found]:
-        sequence = hk.PRNGSequence(state.rng)
-        # `take`, for `next` reserves as many keys as Haiku's config says.
-        (step_key,) = sequence.take(1)
-        rng, _ = sequence.internal_state
+        # What `take(1)` of a `hk.PRNGSequence` does, which then holds `rng`.
+        rng, step_key = keys.split(state.rng)
         own = hk.PRNGSequence(jax.random.fold_in(step_key, lax.axis_index(collectives.AXIS)))
         with updates.tracing(state.step, self._task.config) as used:
             result = self._task.update(state, batch, own)
@@ -163,22 +161,26 @@ class Programs:
 
     def update(self, state: TrainState, sums: jax.Array, item: TrainItem) -> tuple[Any, jax.Array]:
         """Takes the item's steps; `state` is donated. Returns the state and the window's sums."""
-        return self._update_program(item.steps, item.group)(state, sums, item.placed)
+        program = self._update_program(item.steps, item.group, item.arrays)
+        arrays = () if item.arrays is None else (item.arrays,)
+        return program(state, sums, item.placed, *arrays)
 
-    def executable(self, steps: int, group: int) -> Any:
+    def executable(self, item: TrainItem) -> Any:
         """The update of such items compiled, which knows its memory and FLOPs; compiles."""
-        return self._update_program(steps, group).executable()
+        return self._update_program(item.steps, item.group, item.arrays).executable()
 
-    def _update_program(self, steps: int, group: int = 1) -> devices.Program:
-        """Takes `steps` batches, or of a `group` of them the step's own."""
-        if (steps, group) not in self._updates:
+    def _update_program(self, steps: int, group: int = 1, arrays: Any = None) -> devices.Program:
+        """Takes `steps` batches, or of a `group` the step's own; or rows of `arrays`."""
+        form = steps, group, arrays is not None
+        if form not in self._updates:
 
-            def one(carry: Any, batch: Any) -> tuple[Any, None]:
-                state, values, found = self._step(carry[0], batch)
-                sums = metrics.accumulate(carry[1], values, found, skips=self.skips)
-                return (state, sums), None
+            def function(state: Any, sums: Any, batch: Any, *arrays: Any) -> Any:
+                def one(carry: Any, batch: Any) -> tuple[Any, None]:
+                    batch = devices.rows_of(arrays[0], batch) if arrays else batch
+                    state, values, found = self._step(carry[0], batch)
+                    sums = metrics.accumulate(carry[1], values, found, skips=self.skips)
+                    return (state, sums), None
 
-            def function(state: Any, sums: Any, batch: Any) -> Any:
                 if group > 1:
                     own = lax.rem(state.step, jnp.int32(group))
                     batch = jax.tree.map(
@@ -188,16 +190,16 @@ class Programs:
                     return one((state, sums), batch)[0]
                 return devices.scan(one, (state, sums), batch, steps)[0]
 
-            sums = metrics.empty_window(self.metric_names)
+            batch = self._first
+            if arrays is not None:
+                batch = jax.ShapeDtypeStruct(jax.tree.leaves(batch)[0].shape[:2], jnp.int32)
             stacked = steps * group  # One of the two is 1.
-            batch = self._first if stacked == 1 else _stacked_shapes(self._first, stacked)
-            self._updates[steps, group] = devices.Program(
-                function,
-                (self.state, sums, batch),
-                in_axes=(None, None, int(stacked > 1)),
-                donate=(0,),
-            )
-        return self._updates[steps, group]
+            batch = batch if stacked == 1 else _stacked_shapes(batch, stacked)
+            given = [self.state, metrics.empty_window(self.metric_names), batch]
+            given += [] if arrays is None else [arrays]
+            in_axes = (None, None, int(stacked > 1), None)[: len(given)]
+            self._updates[form] = devices.Program(function, given, in_axes=in_axes, donate=(0,))
+        return self._updates[form]
 
     # --- evaluate ---
 
@@ -285,12 +287,6 @@ def _kept(old: TrainState, new: TrainState, bad: jax.Array) -> TrainState:
     if "loss_scale" in extras:
         extras = {**extras, "loss_scale": new.extras["loss_scale"]}
     return kept.replace(step=new.step, rng=new.rng, extras=extras)
-
-
-@jax.jit
-def _first_keys(seed: jax.Array) -> tuple[jax.Array, ...]:
-    # As one program, for each of its parts compiles longer than all of them in one.
-    return hk.PRNGSequence(jax.random.PRNGKey(seed)).take(3)
 
 
 def _strong(leaf: Any) -> jax.Array:
