@@ -9,6 +9,7 @@ from haikutrain import devices
 from haikutrain.check_table import Row, broken, held, listed, unchecked
 from haikutrain.check_trace import UpdateTrace
 from haikutrain.check_watch import Steps, one_step
+from haikutrain.feed import TrainItem
 
 REPLICAS = "replicas stay equal"
 RANDOM = "randomness differs by device and step"
@@ -90,7 +91,7 @@ def _losses_of_equal_rows(steps: Steps) -> list[list[float]]:
     """
     first = jax.tree.map(lambda x: np.repeat(np.asarray(x)[:1], len(x), 0), steps.item.batch)
     rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), first)
-    item = steps.item._replace(batch=devices.place_batch(rows))
+    item = TrainItem(1, devices.place_batch(rows), None)
     rng, found = steps.first.rng, []
     for _ in range(4):
         given = devices.place(steps.first.replace(rng=rng))

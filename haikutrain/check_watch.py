@@ -250,9 +250,7 @@ def one_step(task: Task, state: Any, item: Any) -> tuple[Any, dict[str, Any]]:
     names = task.programs.metric_names
     zeros = devices.place(empty_window(names))
     state, sums = task.programs.update(state, zeros, item)
-    values: dict[str, Any] = dict(
-        zip(names, np.asarray(sums)[: len(names)].tolist(), strict=True)
-    )
+    values: dict[str, Any] = dict(zip(names, np.asarray(sums)[: len(names)].tolist(), strict=True))
     marks = {k[len(_MARK) :]: values.pop(k) for k in list(values) if k.startswith(_MARK)}
     return state, {**values, "marks": marks}
 

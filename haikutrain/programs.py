@@ -11,17 +11,18 @@ from typing import Any
 import haiku as hk
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from haikutrain import (
     collectives,
     devices,
-    keys,
     leaves,
     metrics,
     nonfinite,
     optimizers,
     precision,
+    returned,
     updates,
 )
 from haikutrain.errors import UsageError
@@ -62,7 +63,7 @@ class Programs:
         self._task = task
         self._owner = type(task).__name__
         # In this order for ever: a new consumer of keys takes its key last.
-        self._keys = devices.place(keys.first(task.config.seed, 3))
+        self._keys = devices.place(_first_keys(np.uint32(task.config.seed)))
         self._first = devices.place_batch(first_batch)
         init_key, train_key, _ = self._keys
         self._init = devices.Program(
@@ -114,8 +115,10 @@ class Programs:
     def _step_function(
         self, state: TrainState, batch: Any
     ) -> tuple[TrainState, dict[str, Any], nonfinite.Found]:
-        # What `take(1)` of a `hk.PRNGSequence` does, which then holds `rng`.
-        rng, step_key = keys.split(state.rng)
+        sequence = hk.PRNGSequence(state.rng)
+        # `take`, for `next` reserves as many keys as Haiku's config says.
+        (step_key,) = sequence.take(1)
+        rng, _ = sequence.internal_state
         own = hk.PRNGSequence(jax.random.fold_in(step_key, lax.axis_index(collectives.AXIS)))
         with updates.tracing(state.step, self._task.config) as used:
             result = self._task.update(state, batch, own)
@@ -123,7 +126,7 @@ class Programs:
         if not (isinstance(result, tuple) and len(result) == 2):
             raise UsageError(f"{self._owner}.update must return (state, metrics)")
         new, values = result
-        _check_scalars(values, self._owner)
+        returned.check_scalars(values, self._owner)
         found = nonfinite.find(values)
         values = {k: v for k, v in values.items() if k not in (nonfinite.LEAVES, nonfinite.FIRST)}
         if self.skips and not values.keys() & set(nonfinite.JUDGED):
@@ -136,7 +139,7 @@ class Programs:
         if learning_rate is not None:
             values = {"learning_rate": learning_rate, **values}
         new = jax.tree.map(_strong, new.replace(step=state.step + 1, rng=rng))
-        _check_unchanged(state, new, self._owner)
+        returned.check_unchanged(state, new, self._owner)
         if self.skips:
             new = _kept(state, new, found.bad)
         return new, {k: jnp.asarray(v).astype(jnp.float32) for k, v in values.items()}, found
@@ -246,7 +249,7 @@ class Programs:
                 self._evaluate_function, self.state, self._keys[2], local[0], local[2]
             )
             means, kept = traced.output
-            _check_rows(means, kept, local[1].shape, self._owner)
+            returned.check_rows(means, kept, local[1].shape, self._owner)
 
             def function(state: Any, key: Any, batch: Any, mask: Any, index: Any) -> Any:
                 values, rows = traced(state, key, batch, index)
@@ -289,6 +292,12 @@ def _kept(old: TrainState, new: TrainState, bad: jax.Array) -> TrainState:
     return kept.replace(step=new.step, rng=new.rng, extras=extras)
 
 
+@jax.jit
+def _first_keys(seed: jax.Array) -> tuple[jax.Array, ...]:
+    # As one program, for each of its parts compiles longer than all of them in one.
+    return hk.PRNGSequence(jax.random.PRNGKey(seed)).take(3)
+
+
 def _strong(leaf: Any) -> jax.Array:
     """Without a weak type, which would make the next call another trace."""
     if leaves.is_key(leaf):
@@ -298,50 +307,3 @@ def _strong(leaf: Any) -> jax.Array:
 
 def _stacked_shapes(batch: Any, steps: int) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((steps, *x.shape), x.dtype), batch)
-
-
-def _check_scalars(values: Any, owner: str) -> None:
-    if not isinstance(values, Mapping):
-        raise UsageError(f"{owner}.update must return (state, metrics) with a dict of metrics")
-    for name, value in values.items():
-        if jnp.shape(value) != ():
-            raise UsageError(
-                f"{owner}.update: metric {name!r} has shape {list(jnp.shape(value))}; return "
-                "scalars, already averaged over the devices (haikutrain.pmean)"
-            )
-
-
-def _check_rows(
-    means: Mapping[str, Any], kept: Mapping[str, Any], rows: tuple[int, ...], owner: str
-) -> None:
-    for name, value in means.items():
-        if value.shape not in ((), rows):
-            raise UsageError(
-                f"{owner}.evaluate: metric {name!r} has shape {list(value.shape)}; give one value "
-                f"an example, {list(rows)}, the batch's mean, [], or haikutrain.Rows"
-            )
-    for name, value in kept.items():
-        if value.shape[:1] != rows:
-            raise UsageError(
-                f"{owner}.evaluate: Rows {name!r} has shape {list(value.shape)}; its first axis "
-                f"must be the batch's {rows[0]} rows"
-            )
-
-
-def _check_unchanged(old: TrainState, new: TrainState, owner: str) -> None:
-    before, after = (
-        {path: str(leaves.describe(path, leaf)) for path, leaf in leaves.by_path(state).items()}
-        for state in (old, new)
-    )
-    changes = [
-        f"{path} was {before.get(path, 'absent')} and is {after.get(path, 'absent')}"
-        for path in dict.fromkeys([*before, *after])
-        if before.get(path) != after.get(path)
-    ]
-    types: list[Any] = [jax.tree.structure(state) for state in (old, new)]
-    if changes or types[0] != types[1]:
-        what = "; ".join(changes) or "its tree has other types"
-        raise UsageError(
-            f"{owner}.update must return a state of the structure, shapes and dtypes that it was "
-            f"given: {what}"
-        )

@@ -27,7 +27,7 @@ LAYERS = [
     {"shared_reading"},
     {"devices", "checkpoint", "hooks", "staging"},
     {"checkpoint_store"},
-    {"collectives", "keys", "checkpoint_folder", "data", "pipeline", "precision"},
+    {"collectives", "returned", "checkpoint_folder", "data", "pipeline", "precision"},
     {"leaves", "positions", "metrics", "command_line", "config_file"},
     {"augment", "compiled", "config", "optimizers", "readers", "train_state", "workdir", "writers"},
     {"console", "nonfinite", "pictures", "prefetch", "pixels", "processes", "schedules", "sources"},
