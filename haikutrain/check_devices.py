@@ -6,6 +6,7 @@ is that process: it writes the metrics and a checksum of the batch of each step.
 """
 
 import json
+import math
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
@@ -90,6 +91,8 @@ def compare(
     for step, (old, new) in enumerate(zip(a, b, strict=False)):
         relative = min(tolerance * 10**step, max(tolerance, 1e-2))
         for name in names:
+            if not (math.isfinite(old[name]) or math.isfinite(new[name])):
+                continue  # Another row says so.
             scale = max(abs(old[name]), abs(new[name]), 1e-3)
             if not abs(old[name] - new[name]) <= relative * scale:
                 return f"{name} of step {step + 1} is {old[name]:.7g} and {new[name]:.7g}"
