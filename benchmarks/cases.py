@@ -50,13 +50,15 @@ class Mlp(haikutrain.Experiment):
         return optax.adam(1e-3)
 
     def train_data(self) -> Any:
-        return haikutrain.ArrayDataset(haikutrain.digits("train"), self.config.batch_size, seed=0)
+        c, arrays = self.config, haikutrain.digits("train")
+        return haikutrain.ArrayDataset(arrays, c.batch_size, seed=0, on_device=c.on_device)
 
 
-def mlp(width: int = 64, layers: int = 2) -> Case:
-    """A tiny MLP, or a wide one."""
+def mlp(width: int = 64, layers: int = 2, *, on_device: bool = False) -> Case:
+    """A tiny MLP, or a wide one; its data may lie on the devices."""
     config = endless(haikutrain.base_config())
     config.batch_size, config.width, config.layers = 64, width, layers
+    config.on_device = on_device
     return Case(Mlp(config), optax.adam(1e-3), haikutrain.digits("train"))
 
 

@@ -65,13 +65,13 @@ def measure(name: str, arrays: dict[str, np.ndarray], size: int, number: int) ->
     with TrainFeed(dataset, size).items(plan, None) as items:
         rows = []
         for place, first, second in (
-            ("on devices", lambda: next(items).batch, lambda: next(placed_by_hand)),
+            ("on devices", lambda: next(items).placed, lambda: next(placed_by_hand)),
             ("on the host", lambda: dataset.batch(next(steps)), lambda: next(by_hand)),
         ):
             sides = timed(first), timed(second)
             for side in sides:
                 side()
-            rows.append(pairs.compare(f"{name}, {place}", *sides, number, per=CHUNK, target=0.5))
+            rows.append(pairs.compare(f"{name}, {place}", *sides, number, per=CHUNK, target=0.8))
     return rows
 
 

@@ -30,7 +30,12 @@ import haikutrain
 from haikutrain import devices
 from haikutrain.start import Task
 
-CASES = {"mlp": cases.mlp, "resnet": cases.resnet, "resnet18": cases.resnet18}
+CASES = {
+    "mlp": cases.mlp,
+    "mlp, data on device": functools.partial(cases.mlp, on_device=True),
+    "resnet": cases.resnet,
+    "resnet18": cases.resnet18,
+}
 PEERS = {
     "hand": "peers.hand:Loop",
     "hand, pmean on trees": "peers.hand:TreesLoop",
@@ -44,6 +49,8 @@ RUNS = [
     ("mlp", 1, 1, 500),
     ("mlp", 4, 1, 500),
     ("mlp", 1, 32, 512),
+    ("mlp, data on device", 1, 32, 512),
+    ("mlp, data on device", 1, 1, 500),
     ("resnet", 1, 1, 20),
     ("resnet", 4, 1, 20),
     ("resnet18", 1, 1, 2),
@@ -58,8 +65,8 @@ def target(case: str, count: int, peer: str) -> float:
     if peer == "scan":
         return 0.95
     if peer in ("stacked", "flax"):
-        return (4.0 if count > 1 else 1.7) if case == "mlp" else 0.99
-    return 1.0 if case == "mlp" else 0.99
+        return (4.0 if count > 1 else 1.7) if "mlp" in case else 0.99
+    return 1.0 if "mlp" in case else 0.99
 
 
 def make(peer: str, case: cases.Case, state: Any = None, folder: Any = None) -> Any:
@@ -114,7 +121,7 @@ def measure(
         title += f", K = {per_call}" if per_call > 1 else ""
 
         def side(peer: str) -> pairs.Side:
-            close = peer in ("hand", "scan") or (name != "mlp" and count == 1)
+            close = peer in ("hand", "scan") or ("mlp" not in name and count == 1)
             return pairs.Side(
                 f"{title}: {peer}",
                 lambda: loops[peer].run(chunk),

@@ -73,7 +73,7 @@ def main() -> None:
         theirs,
         "MB",
         [a / b for a, b in peaks],
-        1.1,
+        1.05,
         at_most=True,
     )
     pairs.show([row], "haikutrain", "by hand")

@@ -26,9 +26,9 @@ _USAGE = """Trains or evaluates the experiment of a config file.
     python -m haikutrain.main --config=FILE.py[:variant] [--config.FIELD=VALUE ...]
 
 The same command again resumes. Exit codes: 0 finished; 2 a mistake in flags, config, data or
-workdir, in one line; 3 a loss or gradient was not finite; 42 stopped by a signal, start again to
-go on; 75 another process of the job died, start again to go on; 130 ended by a second Ctrl-C; 1
-anything else.
+workdir, in one line, or a promise that --mode=check found broken; 3 a loss or gradient was not
+finite; 42 stopped by a signal, start again to go on; 75 another process of the job died, start
+again to go on; 130 ended by a second Ctrl-C; 1 anything else.
 """
 
 
@@ -54,8 +54,10 @@ def _own_flags() -> flags.FlagValues:
     flags.DEFINE_enum(
         "mode",
         "train",
-        ["train", "eval"],
-        "train: train, or go on training. eval: evaluate a checkpoint on every split.",
+        ["train", "eval", "check"],
+        "train: train, or go on training. eval: evaluate a checkpoint on every split. check: try "
+        "in a few steps, in a temporary folder, that this experiment resumes, averages and trains "
+        "as it should.",
         flag_values=own,
     )
     flags.DEFINE_integer(

@@ -43,14 +43,22 @@ class ArrayDataset:
       arrays: a pytree of arrays `[N, ...]`; 64-bit ones are converted to JAX's default width.
       batch_size: the rows of a global batch, B.
       seed: of the order, or None.
+      on_device: training keeps the arrays on each device, all of them, and sends only the numbers
+        of the rows. The batches are the same. It pays for small arrays and tiny networks with
+        `config.steps_per_call`; it needs a seed.
 
     Raises:
-      UsageError: no rows, unequal leading sizes, or values that JAX has no dtype for.
+      UsageError: no rows, unequal leading sizes, values that JAX has no dtype for, or `on_device`
+        without a seed.
     """
 
-    def __init__(self, arrays: Any, batch_size: int, seed: int | None = None):
+    def __init__(
+        self, arrays: Any, batch_size: int, seed: int | None = None, *, on_device: bool = False
+    ):
         if batch_size < 1:
             raise UsageError(f"ArrayDataset: batch_size is {batch_size}; it must be >= 1")
+        if on_device and seed is None:
+            raise UsageError("ArrayDataset: on_device=True is for training, which needs a seed")
         arrays = jax.tree_util.tree_map_with_path(_as_array, arrays)
         sizes = {path: leaf.shape[0] for path, leaf in by_path(arrays).items()}
         if len(set(sizes.values())) != 1 or 0 in sizes.values():
@@ -61,6 +69,7 @@ class ArrayDataset:
         self.num_examples: int = next(iter(sizes.values()))
         self.batch_size = batch_size
         self.seed = seed
+        self.on_device = on_device
         self._epoch = functools.lru_cache(maxsize=2)(self._shuffled)
 
     def __len__(self) -> int:
@@ -87,11 +96,20 @@ class ArrayDataset:
         Raises:
           ValueError: the dataset is not shuffled: its last batch may be smaller.
         """
+        index = self.numbers(step, count, rows)
+        return self._unflatten([a.take(index, axis=0) for a in self._leaves])
+
+    def numbers(self, step: int, count: int, rows: slice = slice(None)) -> np.ndarray:
+        """Which rows of `arrays` those of `stacked` are: int32 `[count, B]`. Raises as it does."""
         if self.seed is None:
             raise ValueError("batches of unequal sizes cannot be stacked: only of shuffled data")
         index = self._positions(step * self.batch_size, (step + count) * self.batch_size)
-        own = index.reshape(count, self.batch_size)[:, rows]
-        return self._unflatten([a.take(own, axis=0) for a in self._leaves])
+        return index.reshape(count, self.batch_size)[:, rows].astype(np.int32)
+
+    @property
+    def arrays(self) -> Any:
+        """What it was made of, `[N, ...]`."""
+        return self._unflatten(self._leaves)
 
     def _positions(self, begin: int, end: int) -> np.ndarray:
         """Row indices at positions [begin, end) of the endless row of epochs."""

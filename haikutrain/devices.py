@@ -126,6 +126,12 @@ def place_batch(batch: Any, *, stacked: bool = False) -> Any:
     return jax.tree.map(put, batch)
 
 
+def rows_of(arrays: Any, numbers: jax.Array) -> Any:
+    """Rows of arrays `[N, ...]`, in a program: as many as there are numbers, none beyond N."""
+    # So promised, none is compared with N.
+    return jax.tree.map(lambda x: x.at[numbers].get(mode="promise_in_bounds"), arrays)
+
+
 _copy = jax.jit(functools.partial(jax.tree.map, jnp.copy))
 
 
@@ -281,6 +287,10 @@ class Program:
             self._call = self._begun.result() if self._begun else self._compiled()
             self._begun = None
         return self._call(*arguments)
+
+    def executable(self) -> Any:
+        """The program compiled, which knows its memory and FLOPs; compiles anew."""
+        return self._pmapped.lower(*self._shapes).compile()
 
 
 def _drop_axis(tree: Any, axis: int | None) -> Any:

@@ -2,10 +2,10 @@
 
 import contextlib
 import copy
-import dataclasses
+import functools
 import itertools
 from collections.abc import Generator, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -20,8 +20,7 @@ from haikutrain.prefetch import Prefetch, ahead
 _GROUP, _GROUP_BYTES = 16, 1 << 20
 
 
-@dataclasses.dataclass(frozen=True)
-class TrainItem:
+class TrainItem(NamedTuple):
     """What one call of the update needs."""
 
     steps: int
@@ -34,13 +33,18 @@ class TrainItem:
     """If more than 1, G: `placed` is `[G, D, B / D, ...]`, of which step s takes number s % G."""
     first: int = 0
     """The step that takes it, if it is of a group."""
+    arrays: Any = None
+    """If not None: the whole arrays on each device; `placed` are numbers of their rows."""
 
     @property
     def batch(self) -> Any:
         """On the devices: `[D, B / D, ...]`, or `[K, D, B / D, ...]` if K > 1."""
-        if self.group == 1:
-            return self.placed
-        return jax.tree.map(lambda x: x[self.first % self.group], self.placed)
+        own = self.placed
+        if self.group > 1:
+            own = jax.tree.map(lambda x: x[self.first % self.group], own)
+        if self.arrays is None:
+            return own
+        return jax.tree.map(lambda x: x[np.asarray(own)], self.arrays)
 
 
 def _number(dataset: Any, name: str) -> int | None:
@@ -168,24 +172,33 @@ class TrainFeed:
         """The `TrainItem.group` of items of so many steps."""
         if steps > 1 or not can_stack(self._dataset):
             return 1
+        if self._dataset.on_device:
+            return _GROUP
         size = sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(self.first))
         return max(1, min(_GROUP, _GROUP_BYTES // max(size, 1)))
 
+    @functools.cached_property
+    def resident(self) -> Any:
+        """The arrays of a dataset that is to lie on the devices, there; else None."""
+        kept = can_stack(self._dataset) and self._dataset.on_device
+        return devices.place(self._dataset.arrays) if kept else None
+
     def _gathered(self, plan: Iterable[tuple[int, int]]) -> Iterator[TrainItem]:
-        group = self.group(steps=1)
+        group, arrays = self.group(steps=1), self.resident
+        draw = self._dataset.stacked if arrays is None else self._dataset.numbers
         number, placed = None, None
         for first, count in plan:
             if count > 1:
-                stacked = self._dataset.stacked(first, count, self._rows)
-                yield TrainItem(count, devices.place_batch(stacked, stacked=True), None)
+                stacked = devices.place_batch(draw(first, count, self._rows), stacked=True)
+                yield TrainItem(count, stacked, None, arrays=arrays)
             elif group == 1:
                 yield self._place([self._dataset.batch(first, self._rows)], None)
             else:
                 if number != first // group:
                     number = first // group
-                    stacked = self._dataset.stacked(number * group, group, self._rows)
-                    placed = devices.place_batch(stacked, stacked=True)
-                yield TrainItem(1, placed, None, group, first)
+                    drawn = draw(number * group, group, self._rows)
+                    placed = devices.place_batch(drawn, stacked=True)
+                yield TrainItem(1, placed, None, group, first, arrays)
 
     def _by_steps(self, plan: Iterable[tuple[int, int]]) -> Generator[list[Any], None, None]:
         with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Trains or evaluates: `python -m haikutrain.main --config=FILE.py`.
+"""Trains, evaluates or checks: `python -m haikutrain.main --config=FILE.py`.
 
 JAX and all that needs it is imported by what runs, not here: help and mistakes in flags are
 answered at once, and signals are caught before anything is touched.
@@ -78,6 +78,10 @@ def _execute(options: command_line.Options) -> int:
 
     if options.mode != "train":
         signals.end_at_once()
+    if options.mode == "check":
+        from haikutrain.check import Request, check
+
+        return check(Request(options.config, options.overrides, options.cpu_devices))
     if options.cpu_devices is not None:
         devices.simulate(options.cpu_devices)  # Before the config file: it may start JAX.
     processes.start(**options.processes)

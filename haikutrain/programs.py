@@ -22,6 +22,7 @@ from haikutrain import (
     nonfinite,
     optimizers,
     precision,
+    returned,
     updates,
 )
 from haikutrain.errors import UsageError
@@ -72,7 +73,7 @@ class Programs:
         if precision.policy(task.config.precision) is not None:
             precision.check_network_state(self.state.network_state)
         self.skips: bool = task.config.on_nonfinite == "skip"
-        self._updates: dict[tuple[int, int], devices.Program] = {}
+        self._updates: dict[tuple[int, int, bool], devices.Program] = {}
         self._evaluates: dict[Any, tuple[devices.Program, dict[str, Any]]] = {}
 
     # --- init ---
@@ -88,9 +89,9 @@ class Programs:
         state = self.with_fresh_extras(state).replace(step=jnp.int32(0), rng=train_key)
         return collectives.broadcast(jax.tree.map(_strong, state))
 
-    def compile_ahead(self, steps: int, group: int) -> None:
+    def compile_ahead(self, steps: int, group: int, arrays: Any) -> None:
         """Begins to compile the update of such items, beside what the caller does meanwhile."""
-        self._update_program(steps, group).compile_ahead()
+        self._update_program(steps, group, arrays).compile_ahead()
 
     def init(self) -> TrainState:
         """The state at step 0, on the devices; compiles."""
@@ -125,7 +126,7 @@ class Programs:
         if not (isinstance(result, tuple) and len(result) == 2):
             raise UsageError(f"{self._owner}.update must return (state, metrics)")
         new, values = result
-        _check_scalars(values, self._owner)
+        returned.check_scalars(values, self._owner)
         found = nonfinite.find(values)
         values = {k: v for k, v in values.items() if k not in (nonfinite.LEAVES, nonfinite.FIRST)}
         if self.skips and not values.keys() & set(nonfinite.JUDGED):
@@ -138,7 +139,7 @@ class Programs:
         if learning_rate is not None:
             values = {"learning_rate": learning_rate, **values}
         new = jax.tree.map(_strong, new.replace(step=state.step + 1, rng=rng))
-        _check_unchanged(state, new, self._owner)
+        returned.check_unchanged(state, new, self._owner)
         if self.skips:
             new = _kept(state, new, found.bad)
         return new, {k: jnp.asarray(v).astype(jnp.float32) for k, v in values.items()}, found
@@ -163,18 +164,26 @@ class Programs:
 
     def update(self, state: TrainState, sums: jax.Array, item: TrainItem) -> tuple[Any, jax.Array]:
         """Takes the item's steps; `state` is donated. Returns the state and the window's sums."""
-        return self._update_program(item.steps, item.group)(state, sums, item.placed)
+        program = self._update_program(item.steps, item.group, item.arrays)
+        arrays = () if item.arrays is None else (item.arrays,)
+        return program(state, sums, item.placed, *arrays)
 
-    def _update_program(self, steps: int, group: int = 1) -> devices.Program:
-        """Takes `steps` batches, or of a `group` of them the step's own."""
-        if (steps, group) not in self._updates:
+    def executable(self, item: TrainItem) -> Any:
+        """The update of such items compiled, which knows its memory and FLOPs; compiles."""
+        return self._update_program(item.steps, item.group, item.arrays).executable()
 
-            def one(carry: Any, batch: Any) -> tuple[Any, None]:
-                state, values, found = self._step(carry[0], batch)
-                sums = metrics.accumulate(carry[1], values, found, skips=self.skips)
-                return (state, sums), None
+    def _update_program(self, steps: int, group: int = 1, arrays: Any = None) -> devices.Program:
+        """Takes `steps` batches, or of a `group` the step's own; or rows of `arrays`."""
+        form = steps, group, arrays is not None
+        if form not in self._updates:
 
-            def function(state: Any, sums: Any, batch: Any) -> Any:
+            def function(state: Any, sums: Any, batch: Any, *arrays: Any) -> Any:
+                def one(carry: Any, batch: Any) -> tuple[Any, None]:
+                    batch = devices.rows_of(arrays[0], batch) if arrays else batch
+                    state, values, found = self._step(carry[0], batch)
+                    sums = metrics.accumulate(carry[1], values, found, skips=self.skips)
+                    return (state, sums), None
+
                 if group > 1:
                     own = lax.rem(state.step, jnp.int32(group))
                     batch = jax.tree.map(
@@ -184,16 +193,16 @@ class Programs:
                     return one((state, sums), batch)[0]
                 return devices.scan(one, (state, sums), batch, steps)[0]
 
-            sums = metrics.empty_window(self.metric_names)
+            batch = self._first
+            if arrays is not None:
+                batch = jax.ShapeDtypeStruct(jax.tree.leaves(batch)[0].shape[:2], jnp.int32)
             stacked = steps * group  # One of the two is 1.
-            batch = self._first if stacked == 1 else _stacked_shapes(self._first, stacked)
-            self._updates[steps, group] = devices.Program(
-                function,
-                (self.state, sums, batch),
-                in_axes=(None, None, int(stacked > 1)),
-                donate=(0,),
-            )
-        return self._updates[steps, group]
+            batch = batch if stacked == 1 else _stacked_shapes(batch, stacked)
+            given = [self.state, metrics.empty_window(self.metric_names), batch]
+            given += [] if arrays is None else [arrays]
+            in_axes = (None, None, int(stacked > 1), None)[: len(given)]
+            self._updates[form] = devices.Program(function, given, in_axes=in_axes, donate=(0,))
+        return self._updates[form]
 
     # --- evaluate ---
 
@@ -240,7 +249,7 @@ class Programs:
                 self._evaluate_function, self.state, self._keys[2], local[0], local[2]
             )
             means, kept = traced.output
-            _check_rows(means, kept, local[1].shape, self._owner)
+            returned.check_rows(means, kept, local[1].shape, self._owner)
 
             def function(state: Any, key: Any, batch: Any, mask: Any, index: Any) -> Any:
                 values, rows = traced(state, key, batch, index)
@@ -298,50 +307,3 @@ def _strong(leaf: Any) -> jax.Array:
 
 def _stacked_shapes(batch: Any, steps: int) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((steps, *x.shape), x.dtype), batch)
-
-
-def _check_scalars(values: Any, owner: str) -> None:
-    if not isinstance(values, Mapping):
-        raise UsageError(f"{owner}.update must return (state, metrics) with a dict of metrics")
-    for name, value in values.items():
-        if jnp.shape(value) != ():
-            raise UsageError(
-                f"{owner}.update: metric {name!r} has shape {list(jnp.shape(value))}; return "
-                "scalars, already averaged over the devices (haikutrain.pmean)"
-            )
-
-
-def _check_rows(
-    means: Mapping[str, Any], kept: Mapping[str, Any], rows: tuple[int, ...], owner: str
-) -> None:
-    for name, value in means.items():
-        if value.shape not in ((), rows):
-            raise UsageError(
-                f"{owner}.evaluate: metric {name!r} has shape {list(value.shape)}; give one value "
-                f"an example, {list(rows)}, the batch's mean, [], or haikutrain.Rows"
-            )
-    for name, value in kept.items():
-        if value.shape[:1] != rows:
-            raise UsageError(
-                f"{owner}.evaluate: Rows {name!r} has shape {list(value.shape)}; its first axis "
-                f"must be the batch's {rows[0]} rows"
-            )
-
-
-def _check_unchanged(old: TrainState, new: TrainState, owner: str) -> None:
-    before, after = (
-        {path: str(leaves.describe(path, leaf)) for path, leaf in leaves.by_path(state).items()}
-        for state in (old, new)
-    )
-    changes = [
-        f"{path} was {before.get(path, 'absent')} and is {after.get(path, 'absent')}"
-        for path in dict.fromkeys([*before, *after])
-        if before.get(path) != after.get(path)
-    ]
-    types: list[Any] = [jax.tree.structure(state) for state in (old, new)]
-    if changes or types[0] != types[1]:
-        what = "; ".join(changes) or "its tree has other types"
-        raise UsageError(
-            f"{owner}.update must return a state of the structure, shapes and dtypes that it was "
-            f"given: {what}"
-        )

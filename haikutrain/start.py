@@ -201,7 +201,7 @@ def restore_or_init(task: Task, checkpointer: Reader) -> Start:
     logging.info("starting a new run of %d steps", task.config.num_steps)
     # While init compiles; after a restore there is nothing else to compile.
     steps = task.config.steps_per_call
-    task.programs.compile_ahead(steps, task.feed.group(steps))
+    task.programs.compile_ahead(steps, task.feed.group(steps), task.feed.resident)
     return _start(task, task.programs.init(), 0)
 
 

@@ -351,6 +351,29 @@ def test_no_checkpoint_is_ahead_of_a_log_that_cannot_be_written(
         assert log_lines(tmp_path / "run", split) == log_lines(tmp_path / "straight", split)
 
 
+def test_a_log_that_is_lost_at_the_sync_is_a_failed_save_and_is_written_again(
+    experiment, tmp_path, monkeypatch, log_lines, caplog
+):
+    haikutrain.train(experiment(), tmp_path / "straight")
+    log = tmp_path / "run" / "metrics.jsonl"
+    original, sizes = os.fsync, []
+
+    def fsync(file):
+        if os.readlink(f"/proc/self/fd/{file}") == str(log):
+            sizes.append(os.fstat(file).st_size)
+            if len(sizes) == 2:  # Of the save of step 8: the server had no room.
+                os.ftruncate(file, sizes[0] + 20)
+                raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        original(file)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    haikutrain.train(experiment(keep_checkpoints=4), tmp_path / "run")
+    assert list_steps(tmp_path / "run" / "checkpoints") == [4, 12, 16]
+    assert "the checkpoint of step 8 could not be saved: Disk quota exceeded" in caplog.text
+    for split in ("train", "test", "few"):
+        assert log_lines(tmp_path / "run", split) == log_lines(tmp_path / "straight", split)
+
+
 def test_a_folder_that_is_in_the_way_costs_one_checkpoint(tiny, experiment, tmp_path, caplog):
     class Careless(tiny.Tiny):
         def hooks(self):

@@ -410,3 +410,45 @@ def test_a_step_takes_its_own_batch_of_a_group(tiny, drive):
     alone, _ = drive(OneByOne(config), 20)
     for a, b in zip(grouped, alone, strict=True):
         assert haikutrain.digest(a) == haikutrain.digest(b)
+
+
+# --- arrays on the devices -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strides", [(1,) * 40, (1, 1, 4, 4, 1, 4)])
+def test_items_of_arrays_on_the_devices_are_the_same_batches(strides):
+    arrays = {
+        "x": np.arange(42, dtype=np.float32).reshape(21, 2),
+        "y": np.arange(21, dtype=np.int8),
+    }
+    there = haikutrain.ArrayDataset(arrays, 8, seed=5, on_device=True)
+    here = haikutrain.ArrayDataset(arrays, 8, seed=5)
+    feeds = [
+        TrainFeed(dataset, 8).items(plan(*strides, start=13), None) for dataset in (there, here)
+    ]
+    with feeds[0] as first, feeds[1] as second:
+        for a, b in zip(first, second, strict=True):
+            # Only int32 numbers of rows cross to the devices.
+            assert (a.placed.dtype, a.placed.size % 8) == (np.int32, 0)
+            assert set(a.arrays) == {"x", "y"}
+            jax.tree.map(np.testing.assert_array_equal, a.batch, b.batch)
+
+
+@pytest.mark.parametrize("per_call", [1, 5])
+def test_arrays_on_the_devices_lead_to_the_same_states(tiny, drive, per_call):
+    class There(tiny.Tiny):
+        def train_data(self):
+            c = self.config
+            return haikutrain.ArrayDataset(tiny.arrays(), c.batch_size, seed=c.seed, on_device=True)
+
+    config = tiny.get_config()
+    there, _ = drive(There(config), 20, per_call)
+    here, _ = drive(tiny.Tiny(config), 20, per_call)
+    assert len(there) == 1 + 20 // per_call
+    for a, b in zip(there, here, strict=True):
+        assert haikutrain.digest(a) == haikutrain.digest(b)
+
+
+def test_arrays_on_the_devices_need_a_seed():
+    with pytest.raises(UsageError, match=r"on_device=True .* needs a seed"):
+        haikutrain.ArrayDataset({"x": np.zeros(4)}, 2, on_device=True)
