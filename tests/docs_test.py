@@ -37,7 +37,7 @@ def test_the_smallest_experiment_is_short_and_learns(folder):
     code = blocks("python")[0]
     assert len(code.splitlines()) < 50
     _, outputs = folder
-    (evaluated,) = (text for line, text in outputs.items() if "--mode=eval" in line)
+    (evaluated,) = (text for line, text in outputs.items() if "--checkpoint=latest" in line)
     assert float(re.search(r"eval accuracy ([\d.]+)", evaluated)[1]) > 0.95
 
 
