@@ -8,7 +8,7 @@ from haikutrain.wire import Address
 
 
 class _OpenMpi5:
-    """It no longer says where its own daemon listens, from which JAX makes an address."""
+    """It no longer says where its own daemon listens, of which JAX makes an address."""
 
     name = "Open MPI 5"
 
@@ -40,7 +40,7 @@ def present() -> Any:
     kinds: dict[str, Any] = {kind.name: kind for kind in clusters.ClusterEnv._cluster_types}
     kinds[_OpenMpi5.name] = _OpenMpi5
     # mpirun within an allocation of SLURM leaves SLURM's variables standing: it goes first.
-    names = ["ompi", _OpenMpi5.name, "slurm", "gketpu", "gcetpu"]
+    names = [_OpenMpi5.name, "ompi", "slurm", "gketpu", "gcetpu"]
     if "JOB_COMPLETION_INDEX" in os.environ:  # Most pods are not of an indexed job.
         names.append("k8s")
     return next((kinds[name] for name in names if kinds[name].is_env_present()), None)

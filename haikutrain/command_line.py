@@ -225,6 +225,9 @@ def _processes(own: flags.FlagValues) -> dict[str, Any]:
     shown = " ".join(f"--{name}={value}" for name, value in given.items())
     if own.jax_distributed == "off" and given:
         raise UsageError(f"--jax_distributed=off contradicts {shown}; leave out one or the other")
+    if given and (own.mode == "check" or own.follow):
+        what = "--follow" if own.follow else "--mode=check"
+        raise UsageError(f"{what} runs in one process: leave out {shown}")
     count, own_id = given.get("num_processes"), given.get("process_id")
     if count is not None and count < 1:
         raise UsageError(f"--num_processes={count}: it must be 1 or more")

@@ -166,10 +166,9 @@ def test_after_the_end_nobody_is_missed(begin, go):
     failures = []
     jobs = begin(3, failures)
     each(jobs, lambda one: one.end())
-    go(jobs[1])
-    time.sleep(0.2)
-    go(jobs[0])
-    time.sleep(0.2)
+    for index in (1, 2, 0):
+        go(jobs[index])
+        time.sleep(0.1)
     assert failures == []
     assert [one.failure for one in jobs] == [None] * 3
 

@@ -158,6 +158,8 @@ def test_a_port_in_use_is_said(start):
         (["--num_processes=2", "--process_id=0"], "needs --coordinator_address=HOST:PORT"),
         (["--num_processes=2", "--process_id=2"], "from 0 to 1"),
         (["--process_id=-1"], "--process_id=-1"),
+        (["--mode=check", "--num_processes=2"], "--mode=check runs in one process"),
+        (["--mode=eval", "--follow", "--num_processes=2"], "--follow runs in one process"),
         (["--num_processes=0"], "--num_processes=0: it must be 1 or more"),
         (["--coordinator_address=here"], "write HOST:PORT"),
         (["--coordinator_address=here:0"], "write HOST:PORT"),
