@@ -115,13 +115,16 @@ def rows_of(dataset, batch_size):
 
 
 def test_every_block_runs(scopes):
-    assert len(scopes) == len(BLOCKS) == TEXT.count("```python") == 9
+    assert len(scopes) == len(BLOCKS) == TEXT.count("```python") == 10
 
 
 def test_arrays(scopes):
     scope = after(scopes, "np.zeros((100")
     assert rows_of(scope["train"], 32)["image"].shape == (32, 8, 8, 1)
     assert scope["test"].batch(3)["label"].shape == (4,)
+    feed = TrainFeed(after(scopes, "on_device=True")["resident"], 32)
+    with feed.items([(0, 1)], None) as items:
+        assert next(items).arrays["label"].shape == (100,)
 
 
 def test_files(scopes):
