@@ -199,9 +199,6 @@ def restore_or_init(task: Task, checkpointer: Reader) -> Start:
     if task.config.restore_from is not None:
         return _restored_from(task, task.config.restore_from)
     logging.info("starting a new run of %d steps", task.config.num_steps)
-    # While init compiles; after a restore there is nothing else to compile.
-    steps = task.config.steps_per_call
-    task.programs.compile_ahead(steps, task.feed.group(steps), task.feed.resident)
     return _start(task, task.programs.init(), 0)
 
 
