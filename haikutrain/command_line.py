@@ -3,6 +3,7 @@
 import difflib
 import json
 import logging as python_logging
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -235,8 +236,10 @@ def _processes(own: flags.FlagValues) -> dict[str, Any]:
         raise UsageError(
             f"--process_id={own_id}: it must be from 0 to {count - 1 if count else 'num_processes'}"
         )
-    if own.init_timeout <= 0:
-        raise UsageError(f"--init_timeout={own.init_timeout}: it must be more than 0 seconds")
+    if not 0 < own.init_timeout < math.inf:
+        raise UsageError(
+            f"--init_timeout={own.init_timeout}: it must be a number of seconds above 0"
+        )
     address = given.pop("coordinator_address", None)
     return {
         "mode": own.jax_distributed,

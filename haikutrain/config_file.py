@@ -89,6 +89,9 @@ def _execute(path: str, stem: str) -> types.ModuleType:
     module = types.ModuleType(f"config:{stem}")
     module.__file__ = os.path.abspath(path)
     sys.modules[module.__name__] = module
+    folder = os.path.dirname(module.__file__)
+    if folder not in sys.path:
+        sys.path.append(folder)  # Last, so that what lies beside the file shadows nothing.
     cloudpickle.register_pickle_by_value(module)
     try:
         exec(compile(source, module.__file__, "exec"), module.__dict__)

@@ -32,8 +32,8 @@ _SECONDS_BETWEEN_LOOKS = 1.0
 def follow(experiment: Experiment, workdir: str | os.PathLike[str]) -> None:
     """Evaluates every checkpoint of a run, oldest first, until the run has ended.
 
-    A checkpoint that the trainer deletes before it is evaluated is left out, and so is a damaged
-    one.
+    A checkpoint that the trainer deletes before its turn comes is left out, and so is a damaged
+    one: `config.keep_checkpoints` must be enough for an evaluation to keep up.
 
     Args:
       experiment: the one that is trained.
@@ -50,6 +50,7 @@ def follow(experiment: Experiment, workdir: str | os.PathLike[str]) -> None:
         raise UsageError(f"--follow runs in one process, and here are {jax.process_count()}")
     folder = Workdir(workdir)
     folder.check_writable()
+    logging.info("waiting for checkpoints in %s", folder.checkpoints)
     with contextlib.closing(_Follower(task, folder)) as follower:
         while not follower.has_ended():
             if not follower.evaluate_next():

@@ -36,6 +36,7 @@ _PATIENCE, _GRACE = 5.0, 50.0
 _LOST, _STOPPED, _INTERRUPTED = 75, 42, 130
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 _PR_SET_PDEATHSIG = 1
+_OWN = ("num_processes", "process_id", "coordinator_address", "jax_distributed", "cpu_devices")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -81,6 +82,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         raise UsageError(f"--nproc={args.nproc}: it must be 1 or more")
     if not args.flags:
         parser.error("there are no flags for the processes behind --")
+    for flag in args.flags:
+        if flag.lstrip("-").partition("=")[0] in _OWN:
+            parser.error(f"{flag} behind -- is for this command to set")
     return args
 
 
@@ -162,6 +166,9 @@ class _Job:
             for index, process in enumerate(self._processes):
                 if index not in self._codes and (code := process.poll()) is not None:
                     self._codes[index] = self._meaning(code)
+                    if code < 0 and not self._killed:
+                        name = signal.Signals(-code).name
+                        print(f"haikutrain: process {index} was ended by {name}", file=sys.stderr)
             if failed is None and set(self._codes.values()) - {0, _STOPPED}:
                 failed = time.monotonic()
             elapsed = 0.0 if failed is None else time.monotonic() - failed
@@ -179,6 +186,8 @@ class _Job:
 
     def _meaning(self, code: int) -> int:
         """The exit code that a process's end counts as."""
+        if code == _STOPPED and self._killed and not self._forwarded:
+            return _LOST  # It was asked to stop because another one had died.
         if code >= 0:
             return code
         if -code in _CRASHES:

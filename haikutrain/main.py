@@ -139,7 +139,10 @@ def _how_to_go_on(
 
 
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[1:]))
+    signals.catch()
+    code = run(sys.argv[1:])
+    signals.ignore()
+    sys.exit(code)
 elif __name__ == "__mp_main__":  # In the worker processes of any pipeline.
     from haikutrain import pipeline
 

@@ -183,7 +183,8 @@ class Saves:
     def _what_is_left(self) -> str:
         steps = list_steps(self._checkpointer.directory)
         left = f"the newest is of step {steps[-1]}" if steps else "there is no checkpoint"
-        return f"{left}; make {self._checkpointer.directory} writable and start again"
+        folder = self._checkpointer.directory
+        return f"{left}; make room in {folder}, or make it writable, and start again"
 
 
 def _is_finite(array: np.ndarray) -> bool:

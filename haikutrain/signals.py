@@ -25,13 +25,26 @@ def caught() -> Iterator[None]:
         yield
         return
     before = {number: signal.signal(number, _take_note) for number in _CAUGHT}
-    _received.clear()
+    if _take_note not in before.values():
+        _received.clear()
     _at_once = False
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def catch() -> None:
+    """Takes note of both from now on: for a process that only runs the command."""
+    for number in _CAUGHT:
+        signal.signal(number, _take_note)
+
+
+def ignore() -> None:
+    """Takes no note any more: the exit code stands, and Python itself has yet to end."""
+    for number in _CAUGHT:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def end_at_once() -> None:

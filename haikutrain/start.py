@@ -199,6 +199,13 @@ def restore_or_init(task: Task, checkpointer: Reader) -> Start:
     if task.config.restore_from is not None:
         return _restored_from(task, task.config.restore_from)
     logging.info("starting a new run of %d steps", task.config.num_steps)
+    log = checkpointer.directory.with_name("metrics.jsonl")
+    if log.exists() and log.stat().st_size:
+        logging.warning(
+            "%s has no checkpoint, though %s is of an earlier start here: it is begun anew",
+            checkpointer.directory,
+            log.name,
+        )
     return _start(task, task.programs.init(), 0)
 
 

@@ -440,3 +440,18 @@ def test_required_placeholder_is_refused_and_references_follow_overrides(write):
     half = "    config.eval_every = config.get_ref('num_steps') // 2\n    return config"
     path = write(source.replace("    return config", half))
     assert config_file.load(path, ["--config.num_steps=60"]).config.eval_every == 30
+
+
+def test_a_config_file_imports_what_lies_beside_it(tmp_path):
+    (tmp_path / "lies_beside.py").write_text("STEPS = 123\n")
+    file = tmp_path / "uses_it.py"
+    file.write_text(
+        "import haikutrain\nimport lies_beside\n\n\n"
+        "class Run(haikutrain.Experiment):\n    pass\n\n\n"
+        "def get_config():\n"
+        "    config = haikutrain.base_config()\n"
+        "    config.experiment = ':Run'\n"
+        "    config.num_steps = lies_beside.STEPS\n"
+        "    return config\n"
+    )
+    assert config_file.load(str(file)).config.num_steps == 123

@@ -44,6 +44,7 @@ sys.exit(code)
         (["exit 3", "sleep 0.2; exit 1"], 3),
         (["exit 75", "exit 75"], 75),
         (["kill -9 $$", "sleep 60"], 75),
+        (["kill -9 $$", "trap 'exit 42' TERM; while :; do sleep 0.05; done"], 75),
         (["kill -SEGV $$", "sleep 60"], 1),
         (["exit 1", "sleep 60"], 1),
     ],
@@ -227,3 +228,11 @@ def test_the_sample_of_slurm_outlives_a_signal(batch, tmp_path):
     job.communicate(timeout=20)
     assert job.returncode == 42
     assert (tmp_path / "requeued").exists()
+
+
+def test_flags_that_the_launcher_sets_are_refused_behind_the_dashes(command):
+    flags = ["--nproc=2", "--", "--config=x.py", "--process_id=1"]
+    done = command("-m", "haikutrain.launch", *flags, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("haikutrain: error: --process_id=1 behind -- is for this command")
+    assert done.stderr.count("\n") == 1

@@ -126,3 +126,15 @@ def test_a_signal_while_python_is_still_importing_leaves_nothing(start, tmp_path
     assert process.returncode in (-signal.SIGTERM, 42), err
     assert steps(tmp_path / "work") == []
     assert "Traceback" not in err
+
+
+def test_a_signal_after_the_last_save_changes_nothing(start, tmp_path):
+    process = start("--config.num_steps=100000", "--config.log_every=1000")
+    wait_for(process, lambda: steps(tmp_path / "work"))
+    process.send_signal(signal.SIGTERM)
+    for line in process.stderr:
+        if "that is saved" in line:
+            break
+    process.send_signal(signal.SIGTERM)
+    process.wait(timeout=60)
+    assert process.returncode == 42
