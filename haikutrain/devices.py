@@ -5,6 +5,7 @@ A replicated state has no device axis: programs take it with `in_axes=None` and 
 """
 
 import collections
+import concurrent.futures
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -265,6 +266,13 @@ class Program:
         )
         self._shapes = tuple(map(shapes, arguments))
         self._call: Callable[..., Any] | None = None
+        self._begun: concurrent.futures.Future[Callable[..., Any]] | None = None
+
+    def compile_ahead(self) -> None:
+        """Begins to compile, in a thread: the first call waits for it, and raises its error."""
+        worker = concurrent.futures.ThreadPoolExecutor(1, "haikutrain-compile")
+        self._begun = worker.submit(self._compiled)
+        worker.shutdown(wait=False)
 
     def _compiled(self) -> Callable[..., Any]:
         # The executable is as fast as `jit(shard_map)` called directly. With several processes
@@ -276,7 +284,8 @@ class Program:
     def __call__(self, *arguments: Any) -> Any:
         """Runs it: returns at once, with results that are ready later."""
         if self._call is None:
-            self._call = self._compiled()
+            self._call = self._begun.result() if self._begun else self._compiled()
+            self._begun = None
         return self._call(*arguments)
 
     def executable(self) -> Any:

@@ -89,6 +89,10 @@ class Programs:
         state = self.with_fresh_extras(state).replace(step=jnp.int32(0), rng=train_key)
         return collectives.broadcast(jax.tree.map(_strong, state))
 
+    def compile_ahead(self, steps: int, group: int, arrays: Any) -> None:
+        """Begins to compile the update of such items, beside what the caller does meanwhile."""
+        self._update_program(steps, group, arrays).compile_ahead()
+
     def init(self) -> TrainState:
         """The state at step 0, on the devices; compiles."""
         init_key, train_key, _ = self._keys

@@ -2,10 +2,14 @@
 
 import json
 import os
+import threading
 
+import jax
+import numpy as np
 import pytest
 
-from haikutrain import compiled
+import haikutrain
+from haikutrain import compiled, devices
 
 # Counts what the compilation cache had and had not, and says so at the end.
 COUNTING = """
@@ -106,3 +110,29 @@ def test_the_users_folder_does_not_grow_without_end(monkeypatch, tmp_path):
     (tmp_path / "more").write_bytes(b"x")
     compiled._prune(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2", "3", "more"]
+
+
+def test_a_program_compiles_in_a_thread_once_and_raises_its_error_at_the_first_call():
+    threads = []
+
+    def listen(event, duration, **_):
+        if event.endswith("backend_compile_duration"):
+            threads.append(threading.current_thread().name)
+
+    rows = devices.place_batch(np.arange(8, dtype=np.float32))
+    program = devices.Program(lambda x: haikutrain.psum(x * 1.25), (rows,), in_axes=(0,))
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        program.compile_ahead()
+        results = [np.asarray(program(rows)) for _ in range(3)]
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert len(threads) == 1
+    assert threads[0].startswith("haikutrain-compile")
+    for result in results:
+        np.testing.assert_array_equal(result, 1.25 * np.array([0 + 2 + 4 + 6, 1 + 3 + 5 + 7]))
+    program = devices.Program(lambda x: haikutrain.psum(x), (rows,), in_axes=(0,))
+    program._pmapped = None
+    program.compile_ahead()
+    with pytest.raises(AttributeError, match="lower"):
+        program(rows)

@@ -1,5 +1,6 @@
 """What all tests share: four simulated devices, one compilation cache, the command itself."""
 
+import gc
 import importlib.util
 import json
 import os
@@ -23,6 +24,19 @@ from haikutrain import devices  # noqa: E402
 devices.simulate(4)
 
 CONFIGS = pathlib.Path(__file__).parent / "configs"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_programs():
+    """Lets go of a file's compiled programs: each has memory maps, of which a process has 65,530.
+
+    Where they run out XLA ends the process with a segmentation fault.
+    """
+    yield
+    import jax
+
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")
