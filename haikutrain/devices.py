@@ -279,7 +279,7 @@ class Program:
         # only the wrapper turns this process's arrays into global ones; it compiles when called.
         if jax.process_count() > 1:
             return self._pmapped
-        return self._pmapped.lower(*self._shapes).compile()
+        return self.executable()
 
     def __call__(self, *arguments: Any) -> Any:
         """Runs it: returns at once, with results that are ready later."""

@@ -5,16 +5,13 @@ touched before cost a memcpy, fresh ones several times that. On an accelerator t
 the device, in order with the steps around it, and goes to the host while training goes on.
 """
 
-import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from haikutrain import devices
 from haikutrain.leaves import is_key
-
-_copy_on_device = jax.jit(functools.partial(jax.tree.map, jnp.copy))
 
 
 class Staging:
@@ -28,14 +25,13 @@ class Staging:
 
         The caller has waited for the devices: on CPU the copy is done when this returns.
         """
-        first = jax.tree.map(lambda leaf: leaf.addressable_data(0), tree)
         if jax.default_backend() != "cpu":
-            copied = _copy_on_device(first)
+            copied = devices.snapshot(tree)
             for leaf in jax.tree.leaves(copied):
                 leaf.copy_to_host_async()
             return copied
-        leaves, treedef = jax.tree.flatten(first)
-        arrays = [None if is_key(leaf) else np.asarray(leaf) for leaf in leaves]
+        leaves, treedef = jax.tree.flatten(tree)
+        arrays = [None if is_key(x) else np.asarray(x.addressable_data(0)) for x in leaves]
         if [(a.shape, a.dtype) for a in arrays if a is not None] != [
             (b.shape, b.dtype) for b in self._buffers
         ]:
@@ -44,7 +40,7 @@ class Staging:
         return jax.tree.unflatten(
             treedef,
             [
-                _copy_on_device(leaf) if array is None else _filled(next(buffers), array)
+                devices.snapshot(leaf) if array is None else _filled(next(buffers), array)
                 for leaf, array in zip(leaves, arrays, strict=True)
             ],
         )
