@@ -25,6 +25,19 @@ SOURCE = """
 import pathlib
 import time
 
+from haikutrain.checkpoint import Checkpointer
+
+used = []
+original = Checkpointer.save
+
+
+def save(checkpointer, *args, **kwargs):
+    used[:] = [checkpointer]
+    original(checkpointer, *args, **kwargs)
+
+
+Checkpointer.save = save
+
 
 class Run(Base):
     def hooks(self):
@@ -40,8 +53,9 @@ class Run(Base):
                         pass
             if info.step == self.config.free_at:
                 filler.unlink()
-            if self.config.filler and info.step % 10 == 1:
-                time.sleep(0.5)  # Time for a save to fail before there is room again.
+            # A save has ended before the disk is filled or freed.
+            while self.config.filler and used and not used[0].is_idle():
+                time.sleep(0.01)
 
         return [hook]
 """
