@@ -106,8 +106,9 @@ def alone(state: haikutrain.TrainState, folder: pathlib.Path, times: int) -> dic
     """Seconds of a whole save with nothing beside it, and of `np.save` and fsync of its bytes."""
     arrays = [np.array(leaf.addressable_data(0)) for leaf in jax.tree.leaves(state)]
     size = sum(array.nbytes for array in arrays)
-    staging, ours, theirs, disk = Staging(), [], [], 0
+    ours, theirs, disk = [], [], 0
     checkpointer = Checkpointer(folder / "alone", keep=1)
+    staging = Staging(checkpointer.buffers)
     for number in range(1, times + 1):
         begun = time.perf_counter()
         meta = {"experiment": "", "config": {}, "data": {}, "window": {}, "ended": None}

@@ -7,10 +7,7 @@ and `checksums` (shape, dtype and CRC-32 of every leaf: Orbax's array data has n
 
 import concurrent.futures
 import dataclasses
-import os
 import pathlib
-import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -19,23 +16,24 @@ import numpy as np
 from absl import logging
 
 from haikutrain import leaves
+from haikutrain.checkpoint_child import give_way
 from haikutrain.checkpoint_folder import (
     Folder,
-    find_best,
     find_checkpoint,
     item_of,
     list_steps,
     make_checksums,
     make_items,
     named_steps,
-    other_folders,
-    set_aside,
     state_fields,
 )
-from haikutrain.checkpoint_store import Store, read_arrays
+from haikutrain.checkpoint_process import Writer
+from haikutrain.checkpoint_retention import Retention, other_folders, remove_leftovers, set_aside
+from haikutrain.checkpoint_store import read_arrays
 from haikutrain.errors import CheckpointDamaged, CheckpointMissing, UsageError
 from haikutrain.leaves import digest
 from haikutrain.positions import decode, encode
+from haikutrain.shared_memory import Spec
 
 __all__ = [
     "Checkpointer",
@@ -65,7 +63,7 @@ class Restored(Generic[State]):
 class Checkpointer:
     """One directory of checkpoints, `<directory>/<step>/`: the newest `keep`, and the best.
 
-    Saving is asynchronous, one save at a time, in one worker thread. Several processes: process 0
+    Saving is asynchronous, one save at a time, by another process. Several processes: process 0
     alone writes (`save` does nothing in the others), each reads by itself. Call `close()` in a
     `finally`: leaving the process without it may lose the save in flight.
 
@@ -98,12 +96,10 @@ class Checkpointer:
             raise UsageError(
                 f"cannot write checkpoints to {self.directory}: use a path without *, ? and ["
             )
-        self.keep = keep
-        self._best_metric = best_metric
-        self._best_mode = best_mode
+        self._retention = Retention(keep, best_metric, best_mode)
         self._read_only = read_only
         self._closed = False
-        self._store: Store | None = None
+        self._writer: Writer | None = None
         self._worker: concurrent.futures.ThreadPoolExecutor | None = None
         self._pending: concurrent.futures.Future | None = None
 
@@ -119,9 +115,7 @@ class Checkpointer:
 
     def best_step(self) -> int | None:
         """The step best by `best_metric`, the newest of equals; None if none has a number."""
-        if self._best_metric is None or not self.steps():
-            return None
-        return find_best(self.directory, self._best_metric, self._best_mode)
+        return self._retention.best(self.directory) if self.steps() else None
 
     def save(
         self,
@@ -167,11 +161,23 @@ class Checkpointer:
         flat = leaves.flatten(state_fields(state))
         table = {keys: leaves.describe(leaves.join(keys), leaf) for keys, leaf in flat.items()}
         items = make_items(int(step), state, table, meta=meta, data=data, metrics=metrics or {})
+        self.start_writer()  # Here, for it ends with the thread that starts it.
         if self._worker is None:
-            self._worker = concurrent.futures.ThreadPoolExecutor(
-                1, "haikutrain-checkpoint", initializer=_give_way
-            )
+            self._worker = concurrent.futures.ThreadPoolExecutor(1, initializer=give_way)
         self._pending = self._worker.submit(self._write, int(step), [flat], table, items, before)
+
+    def start_writer(self) -> None:
+        """Starts what `save` needs, so that the first one need not wait for it: takes a second."""
+        if self._writes():
+            self._open().start()
+
+    def buffers(self, specs: Sequence[Spec]) -> list[np.ndarray]:
+        """Arrays of these shapes and dtypes, for the leaves of what `save` is given next.
+
+        They are written from where they are; any other array is first copied. Those of an earlier
+        call are not to be used any more.
+        """
+        return self._open().buffers(specs)
 
     def wait(self) -> None:
         """Returns when every save is committed; raises what a save failed with, once."""
@@ -197,9 +203,9 @@ class Checkpointer:
             self._closed = True
             if self._worker is not None:
                 self._worker.shutdown()
-            if self._store is not None:
-                self._store.close()
-            self._worker = self._store = None
+            if self._writer is not None:
+                self._writer.close()
+            self._worker = self._writer = None
 
     def restore(
         self, step: int, target: State, *, fields: Sequence[str] | None = None
@@ -310,17 +316,16 @@ class Checkpointer:
         """The metadata of checkpoint `step`, its arrays unread. Raises as `restore` does."""
         return Folder(self.directory, step).meta()
 
-    def _open(self) -> Store:
+    def _open(self) -> Writer:
         """What writes; only in the process that does."""
-        if self._store is None:
-            self._store = Store(self.directory, self._expired)
-        return self._store
+        if self._writer is None:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            remove_leftovers(self.directory)
+            self._writer = Writer(self.directory, self._retention)
+        return self._writer
 
     def _writes(self) -> bool:
         return not self._read_only and jax.process_index() == 0
-
-    def _expired(self) -> set[int]:
-        return set(list_steps(self.directory)[: -self.keep]) - {self.best_step()}
 
     def _write(
         self,
@@ -333,13 +338,9 @@ class Checkpointer:
         """Commits one checkpoint; runs in the worker."""
         # In a box, so that the device's copy is freed as soon as the host has its own.
         arrays = leaves.fetch(box.pop())
-        before(arrays)
-        items = {**items, "checksums": make_checksums(table, arrays, items)}
-        self._open().write(step, table, arrays, items)
 
+        def checksums() -> dict[str, Any]:
+            before(arrays)
+            return make_checksums(table, arrays, items)
 
-def _give_way() -> None:
-    """Lowers the priority of this thread, and of those that it starts: training goes first."""
-    # A thread's own on Linux; elsewhere it would be the process's.
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        self._open().write(step, table, arrays, items, checksums)

@@ -7,9 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib.metadata
-import itertools
 import json
-import math
 import os
 import pathlib
 import re
@@ -36,10 +34,8 @@ FORMAT = 1
 RESERVED = ("data", "meta", "checksums", "metrics", "default")
 """Names that a field of a state cannot have: these items are ours, or Orbax's own."""
 
-DAMAGED = ".damaged"
-"""The folder inside a directory of checkpoints for what was found damaged."""
-
-_STEP = re.compile("0|[1-9][0-9]*")
+STEP = re.compile("0|[1-9][0-9]*")
+"""The names of checkpoints."""
 
 
 class Folder:
@@ -243,43 +239,11 @@ def named_steps(directory: pathlib.Path) -> list[int]:
     Raises CheckpointUnreadable if the directory cannot be read.
     """
     try:
-        return sorted(int(name) for name in os.listdir(directory) if _STEP.fullmatch(name))
+        return sorted(int(name) for name in os.listdir(directory) if STEP.fullmatch(name))
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise CheckpointUnreadable(f"{directory} cannot be read: {error.strerror}") from error
-
-
-def other_folders(directory: pathlib.Path) -> list[str]:
-    """The folders in a directory of checkpoints that are neither a step's nor hidden."""
-    with os.scandir(directory) as entries:
-        names = [entry.name for entry in entries if entry.is_dir()]
-    return sorted(name for name in names if not _STEP.fullmatch(name) and name[0] != ".")
-
-
-def set_aside(directory: pathlib.Path, step: int) -> pathlib.Path:
-    """Moves what has a step's name into `.damaged/`, where nothing counts; returns its new path."""
-    damaged = directory / DAMAGED
-    damaged.mkdir(exist_ok=True)
-    names = (str(step) if count == 1 else f"{step}-{count}" for count in itertools.count(1))
-    target = next(damaged / name for name in names if not os.path.lexists(damaged / name))
-    return (directory / str(step)).rename(target)
-
-
-def find_best(directory: pathlib.Path, metric: str, mode: str) -> int | None:
-    """The step with the best `metric` by `mode` ("max" or "min"), the newest of equals.
-
-    None if no checkpoint has a number for it; NaN is none.
-    """
-    sign = 1 if mode == "max" else -1
-    scores = []
-    for step in list_steps(directory):
-        # A checkpoint that cannot be read, or that is gone by now, is not the best.
-        with contextlib.suppress(CheckpointDamaged, CheckpointUnreadable, UsageError):
-            value = Folder(directory, step).meta()["metrics"].get(metric, math.nan)
-            if not math.isnan(value):
-                scores.append((sign * value, step))
-    return max(scores)[1] if scores else None
 
 
 def find_checkpoint(path: str | pathlib.Path) -> tuple[pathlib.Path, int | None]:
@@ -304,7 +268,7 @@ def find_checkpoint(path: str | pathlib.Path) -> tuple[pathlib.Path, int | None]
 
 def _is_checkpoint(path: pathlib.Path) -> bool:
     # Orbax writes under another name and renames last; an empty directory was made by others.
-    if not _STEP.fullmatch(path.name):
+    if not STEP.fullmatch(path.name):
         return False
     for item in ("checksums", "meta"):
         try:

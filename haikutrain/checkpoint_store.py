@@ -2,10 +2,10 @@
 
 import concurrent.futures
 import functools
+import json
 import logging
 import os
 import pathlib
-import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,32 +15,30 @@ import numpy as np
 
 from haikutrain import leaves
 from haikutrain.checkpoint_folder import Folder, item_of
+from haikutrain.checkpoint_retention import TRASH, remove_leftovers
 
-_TRASH = ".trash"
+
+def warm_up() -> None:
+    """Imports what `Store` needs."""
+    import orbax.checkpoint
+
+    del orbax
+    jax.process_index()
 
 
 class Store:
     """Writes checkpoints to a directory; one thread at a time.
 
-    Opening it makes the directory and removes what a killed process left in it half written or
-    half deleted.
-
     Args:
-      directory: absolute.
+      directory: absolute, and there.
       expired: says, after each write, which steps to delete.
-
-    Raises:
-      OSError: the directory cannot be made.
     """
 
     def __init__(self, directory: pathlib.Path, expired: Callable[[], set[int]]):
         self._directory = directory
         self._expired = expired
+        self._manager: Any = None
         _quiet()
-        directory.mkdir(parents=True, exist_ok=True)
-        self._remove_leftovers()
-        # Now, for the first import of Orbax in a worker would hold up the training loop.
-        self._manager: Any = self._make_manager()
 
     def write(
         self,
@@ -55,7 +53,7 @@ class Store:
           step: its name.
           table: what each leaf is; its first key names the item it goes into.
           arrays: their values.
-          texts: the JSON items.
+          texts: the JSON items, or functions that return them, called while all else is written.
 
         Raises:
           Exception: of any kind, Orbax's, for a full disk as well; see `os_errors.reason`.
@@ -77,11 +75,7 @@ class Store:
             self._manager = None
             raise
         finally:
-            self._remove_leftovers()
-
-    def forget(self) -> None:
-        """To be called when anything but `write` has changed which checkpoints there are."""
-        self._manager = None
+            remove_leftovers(self._directory)
 
     def close(self) -> None:
         """Frees what it holds."""
@@ -89,37 +83,63 @@ class Store:
             self._manager.close()
         self._manager = None
         # A thread of a failed save may have written after its folder was removed.
-        self._remove_leftovers()
-
-    def _remove_leftovers(self) -> None:
-        leftovers = self._directory.glob("*.orbax-checkpoint-tmp*")
-        for path in [self._directory / _TRASH, *leftovers]:
-            shutil.rmtree(path, ignore_errors=True)
+        remove_leftovers(self._directory)
 
     def _make_manager(self) -> Any:
         import orbax.checkpoint as ocp
 
-        options = _multiprocessing(ocp)
-        arrays = ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=options)
-        texts = ocp.JsonCheckpointHandler(multiprocessing_options=options)
+        # Its handler of NumPy arrays makes a copy of each first; nobody changes these meanwhile.
+        numpy_handler = ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)
+        arrays = ocp.PyTreeCheckpointHandler(
+            use_compression=False,
+            type_handler_registry=ocp.type_handlers.create_type_handler_registry(
+                (np.ndarray, numpy_handler)
+            ),
+        )
         registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
         registry.add(None, ocp.args.PyTreeSave, arrays)
-        registry.add(None, ocp.args.JsonSave, texts)
+        registry.add(None, ocp.args.JsonSave, _text_handler())
         manager = ocp.CheckpointManager(
             self._directory,
             options=ocp.CheckpointManagerOptions(
                 create=False,
-                todelete_subdir=_TRASH,
+                todelete_subdir=TRASH,
                 enable_async_checkpointing=False,
                 preservation_policy=_Retention(self._expired),
                 save_root_metadata=False,
-                multiprocessing_options=options,
             ),
             handler_registry=registry,
         )
         # Preemption is the training loop's affair; here it would be a call all processes share.
         manager.reached_preemption = lambda step: False
         return manager
+
+
+def _text_handler() -> Any:
+    """Orbax's handler of JSON items, for texts that are late, with no event loop for each."""
+    import orbax.checkpoint as ocp
+
+    class Handler(ocp.JsonCheckpointHandler):
+        async def async_save(self, directory: Any, item: Any = None, args: Any = None) -> list:
+            return [_Text(directory, args.item)]
+
+    # A checkpoint holds its handlers' names; these items are what this one reads.
+    Handler.__module__ = ocp.JsonCheckpointHandler.__module__
+    Handler.__qualname__ = ocp.JsonCheckpointHandler.__qualname__
+    return Handler()
+
+
+class _Text:
+    """A text that is written when Orbax waits for it."""
+
+    def __init__(self, directory: Any, item: Any):
+        self._directory = directory
+        self._item = item
+
+    def result(self, timeout: int | None = None) -> None:
+        del timeout
+        item = self._item() if callable(self._item) else self._item
+        (self._directory / "metadata").write_text(json.dumps(item))
 
 
 class _Retention:

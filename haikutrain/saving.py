@@ -1,5 +1,6 @@
 """Saving a run: what a checkpoint consists of, how it is judged, and what to do when it fails."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -56,7 +57,8 @@ class Saves:
         self._window = window
         self._writer = writer
         self._evaluate = evaluate
-        self._staging = Staging()
+        self._staging = Staging(checkpointer.buffers)
+        self._started = False
         self.last: int | None = None
         self._under_way: int | None = None
         self._failed: Exception | None = None
@@ -95,7 +97,7 @@ class Saves:
                 self._writer.flush()
                 self._checkpointer.save(
                     info.step,
-                    self._staging.copy(info.state),
+                    self._staging.copy(info.state) if devices.is_main_process() else info.state,
                     meta=meta,
                     data=position,
                     metrics=metrics,
@@ -113,6 +115,11 @@ class Saves:
           SavesFailed: `config.max_failed_saves` in a row have failed.
           NonFinite: params are not finite.
         """
+        if not self._started:
+            # After the first step, which it would hold up.
+            self._started = True
+            with contextlib.suppress(OSError):  # The save will say so.
+                self._checkpointer.start_writer()
         if self._under_way is not None and self._checkpointer.is_idle():
             self._settle()
 

@@ -5,6 +5,7 @@ touched before cost a memcpy, fresh ones several times that. On an accelerator t
 the device, in order with the steps around it, and goes to the host while training goes on.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,12 +13,18 @@ import numpy as np
 
 from haikutrain import devices
 from haikutrain.leaves import is_key
+from haikutrain.shared_memory import Spec
 
 
 class Staging:
-    """Holds one copy of a state; the next `copy` overwrites it."""
+    """Holds one copy of a state; the next `copy` overwrites it.
 
-    def __init__(self) -> None:
+    Args:
+      allocate: makes host arrays of these shapes and dtypes.
+    """
+
+    def __init__(self, allocate: Callable[[Sequence[Spec]], list[np.ndarray]]):
+        self._allocate = allocate
         self._buffers: list[np.ndarray] = []
 
     def copy(self, tree: Any) -> Any:
@@ -32,10 +39,9 @@ class Staging:
             return copied
         leaves, treedef = jax.tree.flatten(tree)
         arrays = [None if is_key(x) else np.asarray(x.addressable_data(0)) for x in leaves]
-        if [(a.shape, a.dtype) for a in arrays if a is not None] != [
-            (b.shape, b.dtype) for b in self._buffers
-        ]:
-            self._buffers = [np.empty_like(a) for a in arrays if a is not None]
+        specs = [(a.shape, a.dtype) for a in arrays if a is not None]
+        if specs != [(b.shape, b.dtype) for b in self._buffers]:
+            self._buffers = self._allocate(specs)
         buffers = iter(self._buffers)
         return jax.tree.unflatten(
             treedef,

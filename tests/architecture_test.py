@@ -26,7 +26,10 @@ LAYERS = [
     {"staging", "updates"},
     {"shared_reading"},
     {"devices", "checkpoint", "hooks"},
+    {"checkpoint_process"},
+    {"checkpoint_child"},
     {"checkpoint_store"},
+    {"checkpoint_retention"},
     {"collectives", "returned", "checkpoint_folder", "data", "pipeline", "precision"},
     {"leaves", "positions", "metrics", "command_line", "config_file"},
     {"augment", "compiled", "config", "optimizers", "readers", "train_state", "workdir", "writers"},
@@ -34,7 +37,7 @@ LAYERS = [
     {"check_table", "cluster", "job"},
     {"hub"},
     {"wire"},
-    {"errors", "growing_file", "os_errors", "signals"},
+    {"channel", "errors", "growing_file", "os_errors", "shared_memory", "signals"},
 ]
 
 # Who may import a library, where it is not everyone.

@@ -16,7 +16,7 @@ from haikutrain import main as command_main
 from haikutrain import os_errors
 from haikutrain.checkpoint import Checkpointer
 from haikutrain.checkpoint_folder import list_steps
-from haikutrain.checkpoint_store import Store
+from haikutrain.checkpoint_process import Writer
 from haikutrain.errors import SavesFailed, UsageError
 
 # A run of 40 steps with a checkpoint every 10; its disk is full from one step to another.
@@ -261,14 +261,14 @@ def experiment(tiny):
 def fail_at(monkeypatch):
     """Makes the writes of checkpoints of these steps fail."""
     failing = set()
-    original = Store.write
+    original = Writer.write
 
-    def write(store, step, *args):
+    def write(writer, step, *args):
         if step in failing:
             raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-        original(store, step, *args)
+        original(writer, step, *args)
 
-    monkeypatch.setattr(Store, "write", write)
+    monkeypatch.setattr(Writer, "write", write)
     return failing.update
 
 
@@ -420,7 +420,7 @@ def test_an_exception_is_not_hidden_by_a_disk_that_is_full_as_well(
 
             return [fail]
 
-    monkeypatch.setattr(Store, "write", write)
+    monkeypatch.setattr(Writer, "write", write)
     with pytest.raises(ZeroDivisionError, match="in a hook"):
         haikutrain.train(experiment(Failing, max_failed_saves=1), tmp_path)
     assert "the checkpoint of step 4 could not be saved: Disk quota exceeded" in caplog.text

@@ -144,7 +144,7 @@ def test_a_signal_after_the_last_save_changes_nothing(start, tmp_path):
 
 
 def test_ten_kills_lose_nothing(command):
-    done = command(BENCHMARK, "--kills=10", "--terms=0", "--steps=80", check=False, timeout=400)
+    done = command(BENCHMARK, "--kills=10", "--terms=0", "--steps=120", check=False, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert lines[1].startswith("kill -9: 10 times, ")
