@@ -60,7 +60,7 @@ def test_arrays_of_all_kinds_come_back_wherever_they_lay(checkpointer):
     ours = checkpointer.buffers([((7, 3), np.dtype(np.float32)), ((5,), np.dtype(np.uint8))])
     for array in ours:
         array[...] = np.random.default_rng(0).integers(0, 100, array.shape)
-    state = state_of(*ours, *others)
+    state = state_of(*ours, *others, ours[0].T, ours[0][1:3])
     save(checkpointer, 1, state)
     checkpointer.wait()
     found = checkpointer.read(1).state
@@ -223,12 +223,13 @@ def test_it_ends_with_the_process_that_started_it(mode, tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "0"},
+        env={name: text for name, text in os.environ.items() if name != "JAX_PLATFORMS"},
     )
     pid = int(process.stdout.readline())
     if mode == "wait":
         environment = pathlib.Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         assert b"JAX_PLATFORMS=cpu" in environment  # The accelerator is the training process's.
+        os.kill(pid, signal.SIGSTOP)  # So that it cannot see to it by itself.
         process.kill()
     # Both ends of its output are closed only when it has ended as well.
     out, err = process.communicate(timeout=30)
