@@ -1,12 +1,10 @@
 """The process that writes checkpoints, as it is told through a socket by the one that trains."""
 
 import contextlib
-import ctypes
 import dataclasses
 import functools
 import logging
 import os
-import signal
 import socket
 import sys
 import threading
@@ -63,7 +61,6 @@ def serve(connection: socket.socket) -> None:
             if store is not None:
                 store.close()
             store, memories = None, {}
-            channel.send(connection, None)
         else:
             sizes, *what = rest
             for (name, size), file in zip(sizes.items(), files, strict=True):
@@ -101,14 +98,6 @@ def _written(
     return None
 
 
-def _end_with(parent: int) -> None:
-    """Lets the kernel end this process when the training process dies, however that dies."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG.
-    if os.getppid() != parent:
-        sys.exit()
-
-
 def give_way() -> None:
     """Lowers the priority of this thread, and of those that it starts: training goes first."""
     # A thread's own on Linux; elsewhere it would be the process's.
@@ -116,10 +105,8 @@ def give_way() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
-def main() -> None:
-    """The process: its arguments are the number of its socket and its parent's process id."""
-    file, parent = map(int, sys.argv[1:])
-    _end_with(parent)
+def main(file: int) -> None:
+    """The process; `file` is its socket."""
     logging.disable(logging.ERROR)  # What failed is said by who waits for it.
     warm_up()
     give_way()

@@ -108,7 +108,6 @@ class Writer:
             return
         with contextlib.suppress(WriterDied):
             child.send(("close",))
-            child.answer()
             child.give_back()
 
     def _write(
@@ -176,12 +175,14 @@ class _Child:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         # Whatever the training process computes on is its own; and so is its cache.
         environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-        code = "from haikutrain.checkpoint_child import main; main()"
+        # First of all, for the imports take a second.
+        code = f"from haikutrain import signals; signals.end_with({os.getpid()})\n"
+        code += f"from haikutrain import checkpoint_child; checkpoint_child.main({theirs.fileno()})"
         try:
             # They are meant for the training process, which decides what is still saved.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", code, str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-P", "-c", code],
                 pass_fds=[theirs.fileno()],
                 env=environment,
                 stdin=subprocess.DEVNULL,

@@ -82,8 +82,6 @@ class Store:
         if self._manager is not None:
             self._manager.close()
         self._manager = None
-        # A thread of a failed save may have written after its folder was removed.
-        remove_leftovers(self._directory)
 
     def _make_manager(self) -> Any:
         import orbax.checkpoint as ocp

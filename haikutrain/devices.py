@@ -270,8 +270,12 @@ class Program:
 
     def compile_ahead(self) -> None:
         """Begins to compile, in a thread: the first call waits for it, and raises its error."""
+        if jax.process_count() > 1:
+            return
+        # Here, for all of it is Python: two at once would take turns.
+        lowered = self._lowered()
         worker = concurrent.futures.ThreadPoolExecutor(1, "haikutrain-compile")
-        self._begun = worker.submit(self._compiled)
+        self._begun = worker.submit(lowered.compile)
         worker.shutdown(wait=False)
 
     def _compiled(self) -> Callable[..., Any]:
@@ -280,6 +284,9 @@ class Program:
         if jax.process_count() > 1:
             return self._pmapped
         return self.executable()
+
+    def _lowered(self) -> Any:
+        return self._pmapped.lower(*self._shapes)
 
     def __call__(self, *arguments: Any) -> Any:
         """Runs it: returns at once, with results that are ready later."""
@@ -290,7 +297,7 @@ class Program:
 
     def executable(self) -> Any:
         """The program compiled, which knows its memory and FLOPs; compiles anew."""
-        return self._pmapped.lower(*self._shapes).compile()
+        return self._lowered().compile()
 
 
 def _drop_axis(tree: Any, axis: int | None) -> Any:

@@ -62,12 +62,10 @@ class Programs:
     def __init__(self, task: Experiment, first_batch: Any):
         self._task = task
         self._owner = type(task).__name__
-        # In this order for ever: a new consumer of keys takes its key last.
-        self._keys = devices.place(_first_keys(np.uint32(task.config.seed)))
+        self._seed = devices.place(np.uint32(task.config.seed))
         self._first = devices.place_batch(first_batch)
-        init_key, train_key, _ = self._keys
         self._init = devices.Program(
-            self._init_function, (init_key, train_key, self._first), in_axes=(None, None, 0)
+            self._init_function, (self._seed, self._first), in_axes=(None, 0)
         )
         self.state: TrainState = self._init.output
         if precision.policy(task.config.precision) is not None:
@@ -78,7 +76,8 @@ class Programs:
 
     # --- init ---
 
-    def _init_function(self, key: Any, train_key: Any, batch: Any) -> TrainState:
+    def _init_function(self, seed: jax.Array, batch: Any) -> TrainState:
+        key, train_key, _ = _first_keys(seed)
         with updates.tracing(jnp.int32(0), self._task.config):
             state = self._task.init(hk.PRNGSequence(key), batch)
         if not isinstance(state, TrainState):
@@ -90,13 +89,13 @@ class Programs:
         return collectives.broadcast(jax.tree.map(_strong, state))
 
     def compile_ahead(self, steps: int, group: int, arrays: Any) -> None:
-        """Begins to compile the update of such items, beside what the caller does meanwhile."""
+        """Begins to compile init and the update of such items at the same time."""
+        self._init.compile_ahead()
         self._update_program(steps, group, arrays).compile_ahead()
 
     def init(self) -> TrainState:
         """The state at step 0, on the devices; compiles."""
-        init_key, train_key, _ = self._keys
-        state = self._init(init_key, train_key, self._first)
+        state = self._init(self._seed, self._first)
         # Two fields may share a buffer (a target network that begins as a copy), and donating a
         # buffer twice kills the process: `place` gives each leaf its own.
         return jax.tree.map(lambda leaf: devices.place(leaf.addressable_data(0)), state)
@@ -237,7 +236,11 @@ class Programs:
         """
         self.check_exact(split, item, padded=item.padded)
         program, _ = self._evaluate_program(item)
-        return program(state, self._keys[2], item.batch, item.mask, item.index)
+        return program(state, self._evaluation_key, item.batch, item.mask, item.index)
+
+    @functools.cached_property
+    def _evaluation_key(self) -> jax.Array:
+        return devices.place(_first_keys(self._seed)[-1])
 
     def _evaluate_program(self, item: EvalItem) -> tuple[devices.Program, dict[str, Any]]:
         leaves, treedef = jax.tree.flatten(item.batch)
@@ -245,9 +248,8 @@ class Programs:
         if looks not in self._evaluates:
             parts = (item.batch, item.mask, item.index)
             local = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), parts)
-            traced = devices.Traced(
-                self._evaluate_function, self.state, self._keys[2], local[0], local[2]
-            )
+            key = jax.eval_shape(_first_keys, self._seed)[-1]
+            traced = devices.Traced(self._evaluate_function, self.state, key, local[0], local[2])
             means, kept = traced.output
             returned.check_rows(means, kept, local[1].shape, self._owner)
 
@@ -259,7 +261,7 @@ class Programs:
                 return {**reduced, **gathered}
 
             program = devices.Program(
-                function, (self.state, self._keys[2], *parts), in_axes=(None, None, 0, 0, 0)
+                function, (self.state, key, *parts), in_axes=(None, None, 0, 0, 0)
             )
             self._evaluates[looks] = program, means
         return self._evaluates[looks]
@@ -294,6 +296,7 @@ def _kept(old: TrainState, new: TrainState, bad: jax.Array) -> TrainState:
 
 @jax.jit
 def _first_keys(seed: jax.Array) -> tuple[jax.Array, ...]:
+    """Of init, training and evaluation: in this order for ever, a new one comes last."""
     # As one program, for each of its parts compiles longer than all of them in one.
     return hk.PRNGSequence(jax.random.PRNGKey(seed)).take(3)
 

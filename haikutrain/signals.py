@@ -5,8 +5,10 @@ garbage collector as well, which swallows it.
 """
 
 import contextlib
+import ctypes
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -45,6 +47,17 @@ def ignore() -> None:
     """Takes no note any more: the exit code stands, and Python itself has yet to end."""
     for number in _CAUGHT:
         signal.signal(number, signal.SIG_IGN)
+
+
+def end_with(parent: int) -> None:
+    """Lets the kernel end this process when its parent dies, or the thread there that started it.
+
+    Elsewhere than on Linux only looks whether the parent is alive.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG.
+    if os.getppid() != parent:
+        sys.exit()
 
 
 def end_at_once() -> None:

@@ -206,7 +206,7 @@ def restore_or_init(task: Task, checkpointer: Reader) -> Start:
             checkpointer.directory,
             log.name,
         )
-    # While init compiles; after a restore there is nothing else to compile.
+    # After a restore there is one program alone to compile.
     steps = task.config.steps_per_call
     task.programs.compile_ahead(steps, task.feed.group(steps), task.feed.resident)
     return _start(task, task.programs.init(), 0)

@@ -166,7 +166,10 @@ def test_the_next_checkpointer_uses_it_too_and_memory_is_freed(tmp_path):
         assert len(maps(pids[-1])) == 2
         checkpointer.close()
     assert pids[0] == pids[1]
-    assert maps(pids[0]) == []
+    deadline = time.monotonic() + 10
+    while maps(pids[0]):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     # Two at once have one each.
     both = [Checkpointer(tmp_path / name) for name in ("c", "d")]
     for checkpointer in both:

@@ -109,9 +109,8 @@ def test_an_init_that_looks_at_data_gives_all_devices_what_the_first_one_saw():
     task = Looking(config())
     first = task.train_data().batch(0)
     programs = Programs(task, first)
-    key, train_key, _ = programs._keys
     # As the program leaves it, before the state is placed.
-    params = programs._init(key, train_key, programs._first).params["~"]
+    params = programs._init(programs._seed, programs._first).params["~"]
     np.testing.assert_allclose(params["w"], first["x"][:2].mean(axis=0), rtol=1e-6)
     for leaf in params.values():
         assert len(by_device(leaf)) == DEVICES
