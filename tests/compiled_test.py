@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+import types
 
 import jax
 import numpy as np
@@ -132,7 +133,11 @@ def test_a_program_compiles_in_a_thread_once_and_raises_its_error_at_the_first_c
     for result in results:
         np.testing.assert_array_equal(result, 1.25 * np.array([0 + 2 + 4 + 6, 1 + 3 + 5 + 7]))
     program = devices.Program(lambda x: haikutrain.psum(x), (rows,), in_axes=(0,))
-    program._pmapped = None
+
+    def fail():
+        raise MemoryError("no room to compile")
+
+    program._lowered = lambda: types.SimpleNamespace(compile=fail)
     program.compile_ahead()
-    with pytest.raises(AttributeError, match="lower"):
+    with pytest.raises(MemoryError, match="no room to compile"):
         program(rows)
