@@ -109,15 +109,13 @@ class Programs:
     @functools.cached_property
     def _step(self) -> devices.Traced:
         part = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self._first)
-        return devices.Traced(self._step_function, self.state, part)
+        keys = jax.eval_shape(_step_keys, self.state.rng)
+        return devices.Traced(self._step_function, self.state, part, keys)
 
     def _step_function(
-        self, state: TrainState, batch: Any
+        self, state: TrainState, batch: Any, keys: tuple[jax.Array, jax.Array]
     ) -> tuple[TrainState, dict[str, Any], nonfinite.Found]:
-        sequence = hk.PRNGSequence(state.rng)
-        # `take`, for `next` reserves as many keys as Haiku's config says.
-        (step_key,) = sequence.take(1)
-        rng, _ = sequence.internal_state
+        step_key, rng = keys
         own = hk.PRNGSequence(jax.random.fold_in(step_key, lax.axis_index(collectives.AXIS)))
         with updates.tracing(state.step, self._task.config) as used:
             result = self._task.update(state, batch, own)
@@ -177,9 +175,10 @@ class Programs:
         if form not in self._updates:
 
             def function(state: Any, sums: Any, batch: Any, *arrays: Any) -> Any:
-                def one(carry: Any, batch: Any) -> tuple[Any, None]:
+                def one(carry: Any, xs: Any) -> tuple[Any, None]:
+                    batch, keys = xs
                     batch = devices.rows_of(arrays[0], batch) if arrays else batch
-                    state, values, found = self._step(carry[0], batch)
+                    state, values, found = self._step(carry[0], batch, keys)
                     sums = metrics.accumulate(carry[1], values, found, skips=self.skips)
                     return (state, sums), None
 
@@ -189,8 +188,10 @@ class Programs:
                         lambda x: lax.dynamic_index_in_dim(x, own, 0, False), batch
                     )
                 if steps == 1:
-                    return one((state, sums), batch)[0]
-                return devices.scan(one, (state, sums), batch, steps)[0]
+                    return one((state, sums), (batch, _step_keys(state.rng)))[0]
+                # All keys first: on CPU a loop in the loop takes as long as many other parts.
+                _, keys = lax.scan(_next_keys, state.rng, length=steps)
+                return devices.scan(one, (state, sums), (batch, keys), steps)[0]
 
             batch = self._first
             if arrays is not None:
@@ -299,6 +300,20 @@ def _first_keys(seed: jax.Array) -> tuple[jax.Array, ...]:
     """Of init, training and evaluation: in this order for ever, a new one comes last."""
     # As one program, for each of its parts compiles longer than all of them in one.
     return hk.PRNGSequence(jax.random.PRNGKey(seed)).take(3)
+
+
+def _step_keys(rng: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A step's own key, and the sequence's key after it."""
+    sequence = hk.PRNGSequence(rng)
+    # `take`, for `next` reserves as many keys as Haiku's config says.
+    (step_key,) = sequence.take(1)
+    after, _ = sequence.internal_state
+    return step_key, after
+
+
+def _next_keys(rng: jax.Array, _: None) -> tuple[jax.Array, Any]:
+    keys = _step_keys(rng)
+    return keys[1], keys
 
 
 def _strong(leaf: Any) -> jax.Array:
