@@ -5,6 +5,7 @@ Every leaf has one name, its path: the keys from the root joined by `/`, as
 Typed keys (`jax.random.key`) stand in tables as their uint32 data and their implementation's name.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import zlib
@@ -16,6 +17,11 @@ import ml_dtypes
 import numpy as np
 
 from haikutrain.errors import UsageError
+
+_crc32 = zlib.crc32
+# The same checksum, seven times as fast; it is not built for every machine.
+with contextlib.suppress(ImportError):
+    from isal.isal_zlib import crc32 as _crc32
 
 Keys = tuple[str, ...]
 
@@ -161,7 +167,7 @@ def _bytes(array: np.ndarray) -> memoryview:
 
 def crc32(array: np.ndarray) -> int:
     """The CRC-32 of an array's bytes in C order."""
-    return zlib.crc32(_bytes(array))
+    return _crc32(_bytes(array))
 
 
 def digest(tree: Any) -> str:

@@ -191,6 +191,17 @@ class TensorBoard(GrowingFile, MetricWriter):
     """
 
     def __init__(self, directory: str | os.PathLike[str], resume_step: int | None = None):
+        self._first_step = resume_step + 1 if resume_step else 0
+        self._begun = False
+        directory = pathlib.Path(directory).absolute()
+        directory.mkdir(parents=True, exist_ok=True)
+        super().__init__(_next_event_file(directory), "xb")
+
+    def _begin(self) -> None:
+        """Writes what a file begins with, once; not when it is made, for an import takes time."""
+        if self._begun:
+            return
+        self._begun = True
         # The parts alone: tensorboardX's writer queues events for a thread that its flush() does
         # not wait for, and two of them started in the same second write to the same file.
         from tensorboardX.proto import event_pb2, summary_pb2, tensor_pb2
@@ -198,19 +209,22 @@ class TensorBoard(GrowingFile, MetricWriter):
 
         self._event, self._summary, self._crc = event_pb2.Event, summary_pb2.Summary, masked_crc32c
         self._summary_pb2, self._tensor = summary_pb2, tensor_pb2.TensorProto
-        directory = pathlib.Path(directory).absolute()
-        directory.mkdir(parents=True, exist_ok=True)
-        super().__init__(_next_event_file(directory), "xb")
         self._add(file_version="brain.Event:2")
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        self._add(step=resume_step + 1 if resume_step else 0, session_log=start)
+        self._add(step=self._first_step, session_log=start)
+
+    def flush(self) -> None:
+        self._begin()
+        super().flush()
 
     def write(self, step: int, split: str, scalars: Mapping[str, float]) -> None:
+        self._begin()
         value = self._summary.Value
         values = [value(tag=f"{split}/{k}", simple_value=float(v)) for k, v in scalars.items()]
         self._add(step=step, summary=self._summary(value=values))
 
     def write_media(self, step: int, split: str, media: Mapping[str, Media]) -> None:
+        self._begin()
         values = [self._media(f"{split}/{name}", value) for name, value in media.items()]
         self._add(step=step, summary=self._summary(value=values))
 

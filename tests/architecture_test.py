@@ -48,6 +48,7 @@ DOORS = {
     "PIL": {"sources"},
     "jmp": {"precision"},
     "grain": {"pipeline"},
+    "isal": {"leaves"},
     "array_record": {"sources"},
     "matplotlib": set(),
     "tensorflow": set(),
