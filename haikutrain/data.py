@@ -113,13 +113,16 @@ class ArrayDataset:
 
     def _positions(self, begin: int, end: int) -> np.ndarray:
         """Row indices at positions [begin, end) of the endless row of epochs."""
+        epoch, offset = divmod(begin, self.num_examples)
+        if offset + end - begin <= self.num_examples:
+            return self._epoch(epoch)[offset : offset + end - begin]
         parts: list[np.ndarray] = []
-        while begin < end or not parts:
+        while begin < end:
             epoch, offset = divmod(begin, self.num_examples)
             size = max(0, min(end - begin, self.num_examples - offset))
             parts.append(self._epoch(epoch)[offset : offset + size])
             begin += size
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return np.concatenate(parts)
 
     def _shuffled(self, epoch: int) -> np.ndarray:
         return np.random.default_rng([self.seed or 0, epoch]).permutation(self.num_examples)
