@@ -24,7 +24,7 @@ import numpy as np
 import pairs
 from peers import hand
 
-from haikutrain import collectives, devices, metrics
+from haikutrain import collectives, devices, metrics, processes
 from haikutrain.start import Task
 
 PROCESSES, DEVICES = 2, 2
@@ -84,9 +84,9 @@ def means() -> tuple[Callable[[], Any], Callable[[], Any]]:
 
 
 def measure(index: int, port: int, number: int, names: list[str]) -> list[pairs.Row]:
-    address = f"127.0.0.1:{port}"
     devices.simulate(DEVICES)
-    jax.distributed.initialize(address, PROCESSES, index, coordinator_bind_address=address)
+    address = f"127.0.0.1:{port}"
+    processes.start("on", address=address, num_processes=PROCESSES, process_id=index)
     rows = []
     for name in names:
         chunk, target = RUNS[name]
@@ -109,7 +109,7 @@ def main() -> None:
     if options.process is not None:
         rows = measure(options.process, options.port, options.pairs, names)
         print(json.dumps([dataclasses.asdict(row) for row in rows]), flush=True)
-        return
+        sys.exit(processes.leave(0))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

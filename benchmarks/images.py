@@ -139,6 +139,19 @@ def chunk_by_hand(batches: Iterator[Any]) -> Callable[[], float]:
     return chunk
 
 
+def measure_workers(folder: pathlib.Path, workers: int, number: int) -> pairs.Row:
+    """So many worker processes against one, by the pipeline alone."""
+    with contextlib.ExitStack() as stack:
+        made = [train_data(folder, count).batches(0) for count in (workers, 1)]
+        sides = [chunk_of(stack.enter_context(contextlib.closing(batches))) for batches in made]
+        for side in sides:
+            side()
+        row = pairs.compare(
+            f"{workers} workers against 1", *sides, number, per=CHUNK * BATCH, target=0.9 * workers
+        )
+    return dataclasses.replace(row, first=1e6 / row.first, second=1e6 / row.second, unit="images/s")
+
+
 # --- both ---
 
 
@@ -170,7 +183,9 @@ def main() -> None:
             measure(pathlib.Path(folder), workers, options.pairs, target)
             for workers, target in RUNS
         ]
+        scaled = measure_workers(pathlib.Path(folder), RUNS[-1][0], options.pairs)
     pairs.show(rows, "haikutrain", "by hand")
+    pairs.show([scaled], "many workers", "one")
 
 
 if __name__ == "__main__":

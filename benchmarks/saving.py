@@ -122,7 +122,9 @@ def alone(state: haikutrain.TrainState, folder: pathlib.Path, times: int) -> dic
     arrays = [np.array(leaf.addressable_data(0)) for leaf in jax.tree.leaves(state)]
     size = sum(array.nbytes for array in arrays)
     ours, theirs, disk = [], [], 0
-    checkpointer = Checkpointer(folder / "alone", keep=1)
+    checkpointer = Checkpointer(
+        folder / "alone", keep=times
+    )  # The other side deletes off the clock.
     staging = Staging(checkpointer.buffers)
     for number in range(1, times + 1):
         begun = time.perf_counter()
