@@ -6,6 +6,7 @@ training process's last word, which it gives when it has judged and summed what 
 """
 
 import contextlib
+import fcntl
 import os
 import pathlib
 import signal
@@ -171,19 +172,21 @@ class _Child:
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair()
+        # Below 3, if the training process has closed its own, these are the child's streams.
+        file = fcntl.fcntl(theirs, fcntl.F_DUPFD_CLOEXEC, 3)
         paths = [os.path.abspath(path) for path in sys.path]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         # Whatever the training process computes on is its own; and so is its cache.
         environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
         # First of all, for the imports take a second.
         code = f"from haikutrain import signals; signals.end_with({os.getpid()})\n"
-        code += f"from haikutrain import checkpoint_child; checkpoint_child.main({theirs.fileno()})"
+        code += f"from haikutrain import checkpoint_child; checkpoint_child.main({file})"
         try:
             # They are meant for the training process, which decides what is still saved.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", code],
-                pass_fds=[theirs.fileno()],
+                pass_fds=[file],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -191,6 +194,7 @@ class _Child:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()
+            os.close(file)
         self.end = weakref.finalize(self, _end, self._process, self._socket, os.getpid())
 
     @classmethod

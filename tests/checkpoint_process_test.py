@@ -194,6 +194,26 @@ def test_a_thread_that_ends_takes_it_along_and_another_takes_its_place(tmp_path)
     assert list_steps(tmp_path / "first") == [1, 2]
 
 
+CLOSED = """
+import os, sys
+import numpy as np
+from haikutrain.checkpoint import Checkpointer
+from haikutrain.train_state import TrainState
+
+for number in (0, 1):
+    os.close(number)
+checkpointer = Checkpointer(sys.argv[1])
+state = TrainState(params={"w": np.ones(3)}, network_state={}, opt_state={})
+checkpointer.save(1, state, meta={}, data=None)
+checkpointer.close()
+"""
+
+
+def test_closed_streams_do_not_matter(command, tmp_path):
+    assert command("-c", CLOSED, tmp_path).stderr == ""
+    assert list_steps(tmp_path) == [1]
+
+
 SCRIPT = """
 import os, sys, time
 import numpy as np
