@@ -214,19 +214,24 @@ class _Child:
     def send(self, message: Any, files: Sequence[int] = ()) -> None:
         try:
             channel.send(self._socket, message, files)
-        except OSError as error:
-            raise self._died() from error
+        except OSError:
+            raise self._died() from None
 
     def answer(self) -> Failure | None:
         try:
             return channel.receive(self._socket)[0]
-        except (OSError, EOFError) as error:
-            raise self._died() from error
+        except (OSError, EOFError):
+            raise self._died() from None
 
     def _died(self) -> WriterDied:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1)  # It may close its socket before it has ended.
         self.end()
         code = self._process.returncode
-        return WriterDied(f"the process that writes checkpoints has ended, with code {code}")
+        how = f"ended with code {code}"
+        if code < 0:
+            how = f"was killed ({signal.Signals(-code).name}; was there enough memory?)"
+        return WriterDied(f"the process that writes checkpoints {how}")
 
 
 _idle: list[_Child] = []

@@ -2,6 +2,7 @@
 
 import collections
 import datetime
+import io
 import math
 import sys
 import time
@@ -9,6 +10,11 @@ from collections.abc import Iterator, Mapping
 from typing import IO, Any
 
 import absl.logging
+
+
+class _Nowhere(io.StringIO):
+    def write(self, text: str) -> int:
+        return len(text)
 
 
 class Console:
@@ -25,7 +31,8 @@ class Console:
 
     def __init__(self, num_steps: int, stream: IO[str] | None = None):
         self._num_steps = num_steps
-        self._stream = sys.stderr if stream is None else stream
+        # A daemon may have closed it; then it is None.
+        self._stream: IO[str] = stream or sys.stderr or _Nowhere()
         self._widths: dict[tuple[str, str], int] = {}
         self._split_width = 0
         self._bar = _Bar(num_steps, self._stream) if self._stream.isatty() else None

@@ -8,6 +8,8 @@ import re
 # permission, a failing device, a server that is gone) says nothing about what is in the file.
 _MISSING = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
 
+_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
+
 
 def number(error: BaseException) -> int | None:
     """The `errno` that an exception, or one that led to it, stands for; None if there is none."""
@@ -18,7 +20,7 @@ def number(error: BaseException) -> int | None:
         # TensorStore raises ValueErrors that have it in their text.
         if found := re.search(r"os_error_code='(\d+)'", str(link)):
             return int(found[1])
-        link = link.__cause__ or link.__context__
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
     return None
 
 
@@ -28,6 +30,11 @@ def reason(error: BaseException) -> str:
     if found is not None:
         return os.strerror(found)
     return str(error).strip().split("\n")[0] or type(error).__name__
+
+
+def is_of_a_disk(error: BaseException) -> bool:
+    """Whether a file could not be written for want of room, or of permission."""
+    return number(error) in _DISK
 
 
 def is_missing_file(error: BaseException) -> bool:

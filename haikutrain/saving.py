@@ -129,7 +129,7 @@ class Saves:
         if self._failed is not None:
             raise SavesFailed(
                 f"the last checkpoint of the run could not be saved: "
-                f"{os_errors.reason(self._failed)}; {self._what_is_left()}"
+                f"{os_errors.reason(self._failed)}; {self._what_is_left(self._failed)}"
             ) from self._failed
 
     def close(self) -> None:
@@ -184,14 +184,15 @@ class Saves:
         if self._failures >= limit:
             raise SavesFailed(
                 f"too many saves in a row have failed (max_failed_saves={limit}), the last at "
-                f"step {step}: {reason}; {self._what_is_left()}"
+                f"step {step}: {reason}; {self._what_is_left(error)}"
             ) from error
 
-    def _what_is_left(self) -> str:
+    def _what_is_left(self, error: BaseException) -> str:
         steps = list_steps(self._checkpointer.directory)
         left = f"the newest is of step {steps[-1]}" if steps else "there is no checkpoint"
         folder = self._checkpointer.directory
-        return f"{left}; make room in {folder}, or make it writable, and start again"
+        mend = f"make room in {folder}, or make it writable, and "
+        return f"{left}; {mend if os_errors.is_of_a_disk(error) else ''}start again"
 
 
 def _is_finite(array: np.ndarray) -> bool:

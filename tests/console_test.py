@@ -112,3 +112,12 @@ def test_progress_draws_at_most_ten_times_a_second(monkeypatch):
     assert shown[0] == ("1", "", "")
     assert all(speed == "1000" for _, speed, _ in shown[1:])
     assert shown[-1][2] == "0:00:01"
+
+
+def test_a_stream_that_is_closed_is_written_to_in_silence(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    made = Console(100)
+    made.write(5, "train", {"loss": 0.5})
+    made.progress(6)
+    made.flush()
+    made.close()

@@ -16,7 +16,7 @@ from haikutrain import main as command_main
 from haikutrain import os_errors
 from haikutrain.checkpoint import Checkpointer
 from haikutrain.checkpoint_folder import list_steps
-from haikutrain.checkpoint_process import Writer
+from haikutrain.checkpoint_process import Writer, WriterDied
 from haikutrain.errors import SavesFailed, UsageError
 
 # A run of 40 steps with a checkpoint every 10; its disk is full from one step to another.
@@ -308,6 +308,20 @@ def test_so_many_in_a_row_end_the_run(
     assert list_steps(tmp_path / "checkpoints") == steps
     said = [r.getMessage() for r in caplog.records if "could not be saved" in r.getMessage()]
     assert [int(re.search(r"step (\d+)", text)[1]) for text in said] == failing
+
+
+def test_a_writer_that_was_killed_is_not_taken_for_a_full_disk(experiment, tmp_path, monkeypatch):
+    def write(*args):
+        try:
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+        except OSError:
+            raise WriterDied("the process that writes checkpoints was killed") from None
+
+    monkeypatch.setattr(Writer, "write", write)
+    with pytest.raises(SavesFailed) as caught:
+        haikutrain.train(experiment(max_failed_saves=1), tmp_path)
+    told = "the process that writes checkpoints was killed; there is no checkpoint; start again"
+    assert str(caught.value).endswith(f"step 4: {told}")
 
 
 def test_a_failed_save_is_said_at_the_next_call_and_not_at_the_next_save(
