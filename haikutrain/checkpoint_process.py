@@ -55,9 +55,14 @@ class Writer:
         """
         if self._child is not None and self._child.runs():
             return
-        self._child = _Child.take()
         self._sent = {}
-        self._child.send(("open", self._directory, self._retention))
+        opening = "open", self._directory, self._retention
+        self._child = _Child.take()
+        try:
+            self._child.send(opening)
+        except WriterDied:  # Just now, and it had done nothing.
+            self._child = _Child()
+            self._child.send(opening)
 
     def buffers(self, specs: Sequence[Spec]) -> list[np.ndarray]:
         """Arrays that the process sees too: what lies in them is not copied to be written.
@@ -200,9 +205,12 @@ class _Child:
     @classmethod
     def take(cls) -> "_Child":
         """The one that does nothing, or a new one."""
-        idle = [child for child in _idle if child.runs()]
-        _idle.clear()
-        return idle[0] if idle else cls()
+        with contextlib.suppress(IndexError):
+            while True:
+                child = _idle.pop()  # In one go, for another thread may want it.
+                if child.runs():
+                    return child
+        return cls()
 
     def give_back(self) -> None:
         """Keeps it for another Writer; one is enough."""

@@ -11,6 +11,7 @@ from absl import logging
 from haikutrain import devices, os_errors
 from haikutrain.checkpoint import Checkpointer
 from haikutrain.checkpoint_folder import list_steps
+from haikutrain.checkpoint_process import WriterDied
 from haikutrain.errors import NonFinite, SavesFailed
 from haikutrain.hooks import Log, StepInfo
 from haikutrain.leaves import Keys
@@ -103,7 +104,7 @@ class Saves:
                     metrics=metrics,
                     before=functools.partial(self._before, info.step),
                 )
-            except OSError as error:
+            except (OSError, WriterDied) as error:
                 self._fail(info.step, error)
             else:
                 self._under_way = self.last = info.step
@@ -118,7 +119,7 @@ class Saves:
         if not self._started:
             # After the first step, which it would hold up.
             self._started = True
-            with contextlib.suppress(OSError):  # The save will say so.
+            with contextlib.suppress(OSError, WriterDied):  # The save will say so.
                 self._checkpointer.start_writer()
         if self._under_way is not None and self._checkpointer.is_idle():
             self._settle()

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from haikutrain import checkpoint_process
 from haikutrain.checkpoint import Checkpointer
 from haikutrain.checkpoint_folder import list_steps
 from haikutrain.checkpoint_process import WriterDied
@@ -119,6 +120,21 @@ def test_one_that_was_killed_is_replaced(checkpointer, tmp_path):
     save(checkpointer, 5)
     checkpointer.wait()
     assert checkpointer.steps() == [2, 3, 5]
+
+
+def test_one_that_dies_as_it_is_taken_is_replaced(tmp_path, monkeypatch):
+    first = Checkpointer(tmp_path / "first")
+    save(first, 1)
+    first.close()
+    (child,) = checkpoint_process._idle
+    child._process.kill()
+    child._process.wait()
+    monkeypatch.setattr(child, "runs", lambda: True)
+    second = Checkpointer(tmp_path / "second")
+    second.start_writer()
+    save(second, 1)
+    second.close()
+    assert second.steps() == [1]
 
 
 def kill_once(pids):
