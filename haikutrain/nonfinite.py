@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
-from jax import lax
 
 from haikutrain.errors import NonFinite
 
@@ -91,16 +90,7 @@ def note(tally: jax.Array, found: Found) -> jax.Array:
         first=jnp.where(begins, found.first, old.first),
         leaves=jnp.where(begins, found.leaves, old.leaves),
     )
-    return pack(new)
-
-
-def pack(scalars: Sequence[Any]) -> jax.Array:
-    """A float32 vector of scalars, made by one kernel on CPU, where `jnp.stack` takes one each."""
-    index = lax.iota(jnp.int32, len(scalars))
-    packed = jnp.zeros(len(scalars), jnp.float32)
-    for number, scalar in enumerate(scalars):
-        packed = jnp.where(index == number, jnp.asarray(scalar, jnp.float32), packed)
-    return packed
+    return jnp.stack([jnp.asarray(value, jnp.float32) for value in new])
 
 
 class Judge:

@@ -20,8 +20,6 @@ from haikutrain.train_state import TrainState
 
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-
 
 @pytest.fixture
 def checkpointer(tmp_path):
